@@ -19,7 +19,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
@@ -29,7 +28,6 @@ from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 from tightfit.runs import build_lock
 from tightfit.runs.events import Tally
-from tightfit.runs.hang import Hung
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Beat
 from tightfit.runs.launch import RankStart
 from tightfit.runs.records import BUG, Cause, LastWords
@@ -189,15 +187,71 @@ def find_cause(known: FailedAttempt) -> Verdict:
     """The first cause."""
     outcome, failure = known.outcome, known.outcome.failure
     if outcome.hung is not None:
-        return _look_for_build_lock(_describe_hang(outcome.hung, known.config), outcome.hung, known.starts)
+        lines = [
+            Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.where}")
+            for beat in outcome.hung.quiet.beats
+        ]
+        lines += [
+            Line(source=f"stack of rank {stand.rank}", number=None, text=stand.place.words)
+            for stand in outcome.hung.stands
+            if stand.place is not None
+        ]
+        # ranks that wait for a part to be compiled do not hang by themselves: whose lock it is, is what helps
+        verdict = replace(
+            known_symptom("stuck", known.config),
+            cause=Message("runs.sentence", said=outcome.hung.sentence),
+            confidence="certain" if outcome.hung.place is not None else "likely",
+            evidence=tuple(lines),
+            rank=outcome.hung.rank,
+            phase=PHASES.get(outcome.hung.beat.stage),
+            step=outcome.hung.beat.step or None,
+        )
+        waiting = [stand for stand in outcome.hung.stands if stand.waits_for_a_build]
+        if not waiting:
+            return verdict
+        rank = outcome.hung.rank if any(stand.rank == outcome.hung.rank for stand in waiting) else waiting[0].rank
+        environment = next((start.environment for start in known.starts if start.rank == rank), {})
+        who = Message("runs.rank", rank=rank)
+        return blame_build_lock(replace(verdict, rank=rank), who, build_lock.find_left_locks(environment))
     diverged = next((each for each in outcome.words if each.kind in NUMBERS), None)
     if diverged is not None:
-        return _describe_divergence(diverged, known.config)
+        # a rank knows that its loss or gradients are NaN; what helps against that is in the catalogue
+        return replace(
+            known_symptom("not-finite-stop", known.config),
+            kind="loss-scale" if diverged.kind == "loss-scale" else "not-finite",
+            cause=Message("runs.sentence", said=diverged.text),
+            confidence="certain",
+            evidence=(_line(diverged),),
+            rank=diverged.rank,
+            phase="step",
+            step=diverged.step,
+        )
     full = next((beat for beat in known.beats if beat.last_word == DISK_FULL), None)
     if full is not None:
-        return _describe_full_disk(full, failure)
+        # all that a rank could say on a disk that took nothing else. Another's words may name the place
+        cause = Message("runs.disk-was-full", rank=full.rank)
+        if failure is not None and failure.is_disk_full:
+            cause = _end_sentence(failure.sentence)
+        return Verdict(
+            id="disk-full",
+            kind="disk-full",
+            cause=cause,
+            confidence="certain",
+            evidence=(Line(source="heartbeats", number=None, text=f"rank {full.rank}: {DISK_FULL} {full.where}"),),
+            fixes=(),
+            rank=full.rank,
+            phase=PHASES.get(full.stage),
+        )
     if failure is not None and (failure.is_users or failure.is_disk_full):
-        return _quote_user_error(failure)
+        return Verdict(
+            id="disk-full" if failure.is_disk_full else "tightfit-user",
+            kind="disk-full" if failure.is_disk_full else "config",
+            cause=_end_sentence(failure.sentence),
+            confidence="certain",
+            evidence=(Line(source=f"rank {failure.rank}", number=None, text=str(failure.sentence)),),
+            fixes=(),
+            rank=failure.rank,
+        )
     words = None if failure is None else next((each for each in outcome.words if each.rank == failure.rank), None)
     found = _judge_logs(known) or _unknown(failure)
     if words is not None:
@@ -240,37 +294,6 @@ def _gather_evidence(known: FailedAttempt) -> Evidence:
 # --- what our own ranks say ---------------------------------------------------------------------
 
 
-def _describe_hang(hung: Hung, config: KnownConfig) -> Verdict:
-    lines = [
-        Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.where}") for beat in hung.quiet.beats
-    ]
-    lines += [
-        Line(source=f"stack of rank {stand.rank}", number=None, text=stand.place.words)
-        for stand in hung.stands
-        if stand.place is not None
-    ]
-    return replace(
-        known_symptom("stuck", config),
-        cause=Message("runs.sentence", said=hung.sentence),
-        confidence="certain" if hung.place is not None else "likely",
-        evidence=tuple(lines),
-        rank=hung.rank,
-        phase=PHASES.get(hung.beat.stage),
-        step=hung.beat.step or None,
-    )
-
-
-def _look_for_build_lock(verdict: Verdict, hung: Hung, starts: Sequence[RankStart]) -> Verdict:
-    """Ranks that wait for a part to be compiled do not hang by themselves: whose lock it is, is what helps."""
-    waiting = [stand for stand in hung.stands if stand.waits_for_a_build]
-    if not waiting:
-        return verdict
-    rank = hung.rank if any(stand.rank == hung.rank for stand in waiting) else waiting[0].rank
-    environment = next((start.environment for start in starts if start.rank == rank), {})
-    who = Message("runs.rank", rank=rank)
-    return blame_build_lock(replace(verdict, rank=rank), who, build_lock.find_left_locks(environment))
-
-
 def blame_build_lock(verdict: Verdict, who: Message, locks: Sequence[Path]) -> Verdict:
     """The same hang with its cause: a lock that a killed process has left, or somebody who still compiles."""
     if not locks:
@@ -278,20 +301,6 @@ def blame_build_lock(verdict: Verdict, who: Message, locks: Sequence[Path]) -> V
     command = build_lock.command(locks)
     cause = Message("runs.build-lock-left", who=who, lock=locks[0], command=command)
     return replace(verdict, cause=cause, fixes=(Fix(text=Message("runs.remove-lock"), command=command), *verdict.fixes))
-
-
-def _describe_divergence(words: LastWords, config: KnownConfig) -> Verdict:
-    """A rank knows that its loss or gradients are NaN; what helps against that is in the catalogue."""
-    return replace(
-        known_symptom("not-finite-stop", config),
-        kind="loss-scale" if words.kind == "loss-scale" else "not-finite",
-        cause=Message("runs.sentence", said=words.text),
-        confidence="certain",
-        evidence=(_line(words),),
-        rank=words.rank,
-        phase="step",
-        step=words.step,
-    )
 
 
 def _believe(found: Verdict, words: LastWords, config: KnownConfig) -> Verdict:
@@ -312,35 +321,6 @@ def _end_sentence(said: Said) -> Message:
 
 def _line(words: LastWords) -> Line:
     return Line(source=f"errors/rank-{words.rank}.json", number=None, text=str(words.text))
-
-
-def _describe_full_disk(beat: Beat, failure: Failure | None) -> Verdict:
-    """All that a rank could say on a disk that took nothing else. Another's words may name the place."""
-    cause = Message("runs.disk-was-full", rank=beat.rank)
-    if failure is not None and failure.is_disk_full:
-        cause = _end_sentence(failure.sentence)
-    return Verdict(
-        id="disk-full",
-        kind="disk-full",
-        cause=cause,
-        confidence="certain",
-        evidence=(Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {DISK_FULL} {beat.where}"),),
-        fixes=(),
-        rank=beat.rank,
-        phase=PHASES.get(beat.stage),
-    )
-
-
-def _quote_user_error(failure: Failure) -> Verdict:
-    return Verdict(
-        id="disk-full" if failure.is_disk_full else "tightfit-user",
-        kind="disk-full" if failure.is_disk_full else "config",
-        cause=_end_sentence(failure.sentence),
-        confidence="certain",
-        evidence=(Line(source=f"rank {failure.rank}", number=None, text=str(failure.sentence)),),
-        fixes=(),
-        rank=failure.rank,
-    )
 
 
 def _unknown(failure: Failure | None) -> Verdict:
@@ -399,7 +379,27 @@ def _find_tried_phase(tally: Tally) -> PhaseName | None:
 def config_of_plan(plan: Path) -> KnownConfig:
     """The settings that a plan's folder tells; what it does not tell stays unknown."""
     try:
-        found = _config(find_worker(plan))
+        tree = find_worker(plan)
+        levers = tree["levers"]
+        found = KnownConfig(
+            trainer="job",
+            file=f"plan/{WORKER_FILE}",
+            stage=STAGES.get(levers["engine"]),
+            offload_optimizer=levers["offload_optimizer"],
+            offload_param=levers["offload_param"],
+            pin_memory=tree["buckets"]["pin_memory"],
+            micro_batch=levers["micro_batch"],
+            accumulation=levers["accum"],
+            sequence=levers["seq"],
+            precision=levers["precision"],
+            method=levers["method"],
+            checkpointing=levers["checkpointing"] != "none",
+            attention=levers["attention"],
+            loss=levers["loss"],
+            world=tree["world"]["ranks"],
+            vocabulary=(tree["model"]["config"] or {}).get("vocab_size"),
+            vendor=tree["world"]["vendor"],
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         return KnownConfig()
     plain = all(getattr(found, each.name) is None or _is_plain(getattr(found, each.name)) for each in fields(found))
@@ -409,29 +409,6 @@ def config_of_plan(plan: Path) -> KnownConfig:
 def _is_plain(value: object) -> bool:
     """Whether a damaged plan could not have said it."""
     return isinstance(value, str | int) or value == ()
-
-
-def _config(tree: Any) -> KnownConfig:
-    levers = tree["levers"]
-    return KnownConfig(
-        trainer="job",
-        file=f"plan/{WORKER_FILE}",
-        stage=STAGES.get(levers["engine"]),
-        offload_optimizer=levers["offload_optimizer"],
-        offload_param=levers["offload_param"],
-        pin_memory=tree["buckets"]["pin_memory"],
-        micro_batch=levers["micro_batch"],
-        accumulation=levers["accum"],
-        sequence=levers["seq"],
-        precision=levers["precision"],
-        method=levers["method"],
-        checkpointing=levers["checkpointing"] != "none",
-        attention=levers["attention"],
-        loss=levers["loss"],
-        world=tree["world"]["ranks"],
-        vocabulary=(tree["model"]["config"] or {}).get("vocab_size"),
-        vendor=tree["world"]["vendor"],
-    )
 
 
 def to_record(verdict: Verdict) -> Cause:

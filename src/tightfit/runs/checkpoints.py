@@ -113,15 +113,12 @@ class Manifest:
 
     def text(self) -> str:
         """The file's contents."""
-        tree = self._tree()
-        return json.dumps({**tree, "itself": _own_digest(tree)}, indent=1) + "\n"
-
-    def _tree(self) -> dict[str, Any]:
         files = {
             name: {"bytes": file.bytes, "spans": [[span.start, span.stop, span.digest] for span in file.spans]}
             for name, file in sorted(self.files.items())
         }
-        return {"schema": SCHEMA, "step": self.step, "written": self.written, "hash": "xxh3_128", "files": files}
+        tree = {"schema": SCHEMA, "step": self.step, "written": self.written, "hash": "xxh3_128", "files": files}
+        return json.dumps({**tree, "itself": _own_digest(tree)}, indent=1) + "\n"
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -234,24 +231,21 @@ def spans_of(manifest: Manifest) -> list[tuple[str, Span]]:
 def verify(folder: Path, spans: Iterable[tuple[str, Span]], progress: Callable[[int], None] = lambda _: None) -> None:
     """Hash those spans again; Torn at the first that differs. `progress` hears of bytes done."""
     for name, span in spans:
-        if _hash_span(folder / name, span, progress) != span.digest:
+        path = folder / name
+        state, left = xxhash.xxh3_128(), span.stop - span.start
+        try:
+            with open_regular(path) as file:
+                file.seek(span.start)
+                while left and (data := file.read(min(left, READ_BYTES))):
+                    state.update(data)
+                    left -= len(data)
+                    progress(len(data))
+        except FileNotFoundError:
+            raise Torn(Message("runs.file-missing", name=path.name)) from None
+        except OSError as error:
+            raise Unknown(Message("runs.file-not-read", name=path.name, why=_why(error))) from None
+        if state.hexdigest() != span.digest:
             raise Torn(Message("runs.damaged-between", name=name, start=span.start, stop=span.stop))
-
-
-def _hash_span(path: Path, span: Span, progress: Callable[[int], None]) -> str:
-    state, left = xxhash.xxh3_128(), span.stop - span.start
-    try:
-        with open_regular(path) as file:
-            file.seek(span.start)
-            while left and (data := file.read(min(left, READ_BYTES))):
-                state.update(data)
-                left -= len(data)
-                progress(len(data))
-    except FileNotFoundError:
-        raise Torn(Message("runs.file-missing", name=path.name)) from None
-    except OSError as error:
-        raise Unknown(Message("runs.file-not-read", name=path.name, why=_why(error))) from None
-    return state.hexdigest()
 
 
 def _why(error: OSError) -> str:
@@ -270,29 +264,26 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise Torn(Message("runs.its-cannot-read", name=STATE)) from None
     if not isinstance(tree, dict):
         raise Torn(Message("runs.its-cannot-read", name=STATE))
-    _check_numbers(tree, step_of(folder))
-    return tree
-
-
-def _check_numbers(state: Mapping[str, Any], named: int | None) -> None:
-    """Torn: a number that the folder's name does not say, that no training has, or that another one contradicts."""
-    step = state.get("step")
+    # torn: a number that the folder's name does not say, that no training has, or that another one contradicts
+    named = step_of(folder)
+    step = tree.get("step")
     if type(step) is not int or step < 0 or (named is not None and step != named):
         if named is None:
             raise Torn(Message("runs.its-step", name=STATE, step=repr(step)))
         raise Torn(Message("runs.its-step-and-name", name=STATE, step=repr(step), named=named))
-    job, optimizer = state.get("job"), state.get("optimizer")
+    job, optimizer = tree.get("job"), tree.get("optimizer")
     batch = job.get("effective_batch") if isinstance(job, dict) else None
     made = optimizer.get("steps") if isinstance(optimizer, dict) else None
-    for key, value, most in (("samples", state.get("samples"), None), ("optimizer.steps", made, step)):
+    for key, value, most in (("samples", tree.get("samples"), None), ("optimizer.steps", made, step)):
         if value is not None and (type(value) is not int or value < 0 or (most is not None and value > most)):
             raise Torn(Message("runs.its-number", name=STATE, key=key, value=repr(value), step=step))
-    if type(batch) is int and state.get("samples") not in (None, step * batch):
-        samples = state["samples"]
+    if type(batch) is int and tree.get("samples") not in (None, step * batch):
+        samples = tree["samples"]
         raise Torn(Message("runs.its-samples", name=STATE, samples=samples, steps=step, batch=batch, all=step * batch))
-    epoch = state.get("epoch")
+    epoch = tree.get("epoch")
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float) or epoch < 0):
         raise Torn(Message("runs.its-epoch", name=STATE, epoch=repr(epoch)))
+    return tree
 
 
 # --- which go ------------------------------------------------------------------------------------
@@ -497,20 +488,17 @@ def _look_at(folder: Path) -> FoundCheckpoint | None:
         manifest = checked(folder)
         maker = _maker(read_state(folder))
     except Torn as error:
-        return _not_whole(FoundCheckpoint(folder=folder, step=step, bytes=0), error)
+        # with as much as can still be said of it
+        found = FoundCheckpoint(folder=folder, step=step, bytes=0)
+        if not found.folder.exists():
+            return None
+        with suppress(Torn):
+            found = replace(found, written=read_manifest(found.folder).written)
+        with suppress(Torn):
+            found = replace(found, maker=_maker(read_state(found.folder)))
+        size = size_of(found.folder)
+        return replace(found, bytes=size, problem=error.said, certain=not isinstance(error, Unknown))
     return FoundCheckpoint(folder=folder, step=step, bytes=manifest.bytes, written=manifest.written, maker=maker)
-
-
-def _not_whole(found: FoundCheckpoint, error: Torn) -> FoundCheckpoint | None:
-    """With as much as can still be said of it."""
-    if not found.folder.exists():
-        return None
-    with suppress(Torn):
-        found = replace(found, written=read_manifest(found.folder).written)
-    with suppress(Torn):
-        found = replace(found, maker=_maker(read_state(found.folder)))
-    size = size_of(found.folder)
-    return replace(found, bytes=size, problem=error.said, certain=not isinstance(error, Unknown))
 
 
 def _maker(state: Mapping[str, Any]) -> Maker:

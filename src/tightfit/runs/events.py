@@ -517,7 +517,14 @@ class Tally:
 
     def add(self, event: Event) -> None:
         if isinstance(event, Step):
-            self._add_step(event)
+            self.last = event
+            self._steps += 1
+            if self.first_loss is None:
+                self.first_loss = event.loss
+            self.peak_bytes = max(self.peak_bytes or 0, event.peak_bytes or 0) or None
+            if self._steps > _FIRST:
+                self._step_s.extend([] if event.step_s is None else [event.step_s])
+                self._tokens_per_s.extend([] if event.tokens_per_s is None else [event.tokens_per_s])
         elif isinstance(event, MemoryMark):
             self.marks = [mark for mark in self.marks if mark.milestone != event.milestone] + [event]
         elif isinstance(event, Saved):
@@ -530,16 +537,6 @@ class Tally:
             self.pictures = event.files
         elif isinstance(event, Ended):
             self.ended = event
-
-    def _add_step(self, event: Step) -> None:
-        self.last = event
-        self._steps += 1
-        if self.first_loss is None:
-            self.first_loss = event.loss
-        self.peak_bytes = max(self.peak_bytes or 0, event.peak_bytes or 0) or None
-        if self._steps > _FIRST:
-            self._step_s.extend([] if event.step_s is None else [event.step_s])
-            self._tokens_per_s.extend([] if event.tokens_per_s is None else [event.tokens_per_s])
 
     @property
     def began(self) -> bool:

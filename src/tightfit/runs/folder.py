@@ -209,7 +209,11 @@ def check_folder(path: Path, *, overwrite: bool = False, resume: str = NONE, mor
     """Raise what would keep a run from this folder; write nothing. `more`: it asks for more than the finished run made
     that may be there."""
     if not path.exists():
-        _check_parent(path)
+        parent = next(place for place in path.parents if place.exists())
+        if not parent.is_dir():
+            raise ConfigError(Message("runs.parent-is-file", parent=parent, path=path))
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(Message("runs.output-not-writable", path=parent))
         return
     if not path.is_dir():
         raise ConfigError(Message("runs.output-is-file", path=path))
@@ -217,14 +221,6 @@ def check_folder(path: Path, *, overwrite: bool = False, resume: str = NONE, mor
         raise ConfigError(Message("runs.output-not-writable", path=path))
     check_unlocked(path, here=True)
     _check_contents(path, overwrite=overwrite, goes_on=more and goes_on(path, resume, more=True) is not None)
-
-
-def _check_parent(path: Path) -> None:
-    parent = next(place for place in path.parents if place.exists())
-    if not parent.is_dir():
-        raise ConfigError(Message("runs.parent-is-file", parent=parent, path=path))
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(Message("runs.output-not-writable", path=parent))
 
 
 def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
@@ -291,14 +287,6 @@ def goes_on(path: Path, resume: str, *, more: bool = False) -> int | None:
     if asked == path.resolve():
         return there[0]
     return step_of(asked) if asked.parent == (path / CHECKPOINTS).resolve() else None
-
-
-def _staying(path: Path, step: int | None) -> frozenset[str]:
-    """The names in a folder that do not make way, where a run goes on from `step`."""
-    if step is not None:
-        return frozenset((CHECKPOINTS, EVENTS))
-    # Whatever is there without a checkpoint's name was never finished, and the worker clears it away.
-    return frozenset() if newest_first(path) else frozenset((CHECKPOINTS,))
 
 
 class ClaimedFolder:
@@ -396,7 +384,9 @@ class _Before:
 def _make_way(path: Path, step: int | None, *, replaces: bool) -> _Before:
     """Move what an earlier run left into a folder of its own, but for what this one goes on with."""
     files = RunFiles(path)
-    staying = _staying(path, step)
+    staying = {CHECKPOINTS, EVENTS}
+    if step is None:  # whatever is there without a checkpoint's name was never finished, and the worker clears it away
+        staying = set() if newest_first(path) else {CHECKPOINTS}
     entries = [
         entry for entry in path.iterdir() if entry.name not in (EARLIER, *NEIGHBOURS) and not is_lock(entry.name)
     ]
@@ -427,13 +417,16 @@ def set_aside(path: Path, moving: Sequence[Path], files: Ours | None = None) -> 
         if place.parent.stat().st_dev != here:
             raise ConfigError(Message("runs.newer-elsewhere", place=place, path=path))
         name = place.relative_to(path).as_posix()
-        whole = place.is_dir() and not place.is_symlink() and ours.has_folder(name)
-        found = find_strangers(place, _Below(ours, name)) if whole else [place] * (not _is_file(place, ours, name))
-        if found:
-            raise _not_ours(found[0])
-    if os.path.lexists(path / EARLIER) and not _is_earlier(path / EARLIER):
-        raise _not_ours(path / EARLIER)
-    aside = _next_aside(path)
+        if place.is_dir() and not place.is_symlink() and ours.has_folder(name):
+            if found := find_strangers(place, _Below(ours, name)):
+                raise _not_ours(found[0])
+        elif not place.is_file() or place.is_symlink() or not ours.has_file(name):
+            raise _not_ours(place)
+    earlier = path / EARLIER
+    if os.path.lexists(earlier) and not _is_earlier(earlier):
+        raise _not_ours(earlier)
+    number = 1 + max((int(each.name) for each in earlier.glob("[0-9]*") if each.name.isdigit()), default=0)
+    aside = earlier / str(number)
     aside.mkdir(parents=True)
     for place in moving:
         target = aside / place.relative_to(path)
@@ -453,16 +446,6 @@ class _Below:
 
     def has_folder(self, name: str) -> bool:
         return self._files.has_folder(f"{self._folder}/{name}")
-
-
-def _is_file(place: Path, files: Ours, name: str) -> bool:
-    return place.is_file() and not place.is_symlink() and files.has_file(name)
-
-
-def _next_aside(path: Path) -> Path:
-    earlier = path / EARLIER
-    number = 1 + max((int(each.name) for each in earlier.glob("[0-9]*") if each.name.isdigit()), default=0)
-    return earlier / str(number)
 
 
 def _end_last_line(events: Path) -> int:

@@ -220,7 +220,29 @@ def rank_starts(
 ) -> list[RankStart]:
     """The ranks of this node. `command`: what starts one, with its options."""
     here = worker.gpus_per_node
-    shared = _environment(worker, meeting, sight)
+    # what all ranks of the node are told alike; None: taken away
+    shared: dict[str, str | None] = {
+        "WORLD_SIZE": str(worker.ranks),
+        "LOCAL_WORLD_SIZE": str(worker.gpus_per_node),
+        "GROUP_RANK": str(meeting.node),
+        "NODE_RANK": str(meeting.node),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        LAUNCHER: "tightfit",
+        "PYTHONUNBUFFERED": "1",  # a log that ends before the crash says nothing
+    }
+    for variable in (*allocator(worker.vendor), *host(worker.vendor, worker.offload_optimizer, worker.gpus_per_node)):
+        if variable.value is not None:
+            shared[variable.name] = variable.value
+    if "OMP_NUM_THREADS" in shared:  # there it is shell text, to be worked out where it runs
+        shared["OMP_NUM_THREADS"] = str(-(-cores() // (worker.gpus_per_node + sight.others)))
+    if worker.vendor == "cpu":
+        shared["CUDA_VISIBLE_DEVICES"] = ""  # or libraries would take a GPU that the plan does not use
+    elif sight.words is not None:
+        shared["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbers are those that the maker's tool shows
+        if worker.vendor in HIP or sight.variable != "CUDA_VISIBLE_DEVICES":
+            shared["CUDA_VISIBLE_DEVICES"] = None  # HIP obeys it too, and two that differ leave no GPU
+        shared[sight.variable] = ",".join(sight.words)
     starts = []
     for local in range(here):
         rank = meeting.node * here + local
@@ -248,30 +270,3 @@ def launcher_start(folder: RunFolder, meeting: Meeting, options: Sequence[str]) 
 def worker_command(folder: RunFolder, options: Sequence[str], worker: Sequence[str] = WORKER) -> tuple[str, ...]:
     """What one rank is started with."""
     return (*worker, str(folder.plan / WORKER_FILE), *options)
-
-
-def _environment(worker: WorkerFile, meeting: Meeting, sight: Sight) -> dict[str, str | None]:
-    """What all ranks of the node are told alike; None: taken away."""
-    told: dict[str, str | None] = {
-        "WORLD_SIZE": str(worker.ranks),
-        "LOCAL_WORLD_SIZE": str(worker.gpus_per_node),
-        "GROUP_RANK": str(meeting.node),
-        "NODE_RANK": str(meeting.node),
-        "MASTER_ADDR": meeting.address,
-        "MASTER_PORT": str(meeting.port),
-        LAUNCHER: "tightfit",
-        "PYTHONUNBUFFERED": "1",  # a log that ends before the crash says nothing
-    }
-    for variable in (*allocator(worker.vendor), *host(worker.vendor, worker.offload_optimizer, worker.gpus_per_node)):
-        if variable.value is not None:
-            told[variable.name] = variable.value
-    if "OMP_NUM_THREADS" in told:  # there it is shell text, to be worked out where it runs
-        told["OMP_NUM_THREADS"] = str(-(-cores() // (worker.gpus_per_node + sight.others)))
-    if worker.vendor == "cpu":
-        told["CUDA_VISIBLE_DEVICES"] = ""  # or libraries would take a GPU that the plan does not use
-    elif sight.words is not None:
-        told["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbers are those that the maker's tool shows
-        if worker.vendor in HIP or sight.variable != "CUDA_VISIBLE_DEVICES":
-            told["CUDA_VISIBLE_DEVICES"] = None  # HIP obeys it too, and two that differ leave no GPU
-        told[sight.variable] = ",".join(sight.words)
-    return told

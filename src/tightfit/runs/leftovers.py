@@ -14,8 +14,8 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -138,11 +138,16 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
     unsure: list[Said] = []
     dead: list[DeadRun] = []
     found: list[Leftover] = []
-    for run in dict.fromkeys([*runs_below(places), *_list_reservations(cache)]):
+    # Runs that have reserved something, wherever they lie.
+    entries = (find_record(path, Reservation) for path in _glob(cache / "reservations", "*.json"))
+    folders = [Path(entry.folder) for entry in entries if entry is not None]
+    reserved = [Path(os.path.realpath(folder)) for folder in folders if folder.is_absolute() and _is_run(folder)]
+    for run in dict.fromkeys([*runs_below(places), *reserved]):
         try:
             one = _dead(run)
         except InUse as error:
-            if _lives_elsewhere(run):
+            record = read_run(run)
+            if record is not None and record.host != this_host():
                 unsure.append(error.who)
             else:
                 live.append(run)
@@ -154,7 +159,9 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
             live.append(run)
             continue
         dead.append(one)
-        found += [*_processes(one), *_find_staging(run), *_locks(run)]
+        found += [*_processes(one), *_find_staging(run)]
+        if (lock := run / LOCK).exists():
+            found.append(_thing("lock", lock, Message("runs.its-run-ended"), run=run))
     found += _search_cache(cache, caches=caches and not live)
     found, others = _apart(found)
     going = frozenset(each.pid for each in found if each.pid is not None)
@@ -171,28 +178,17 @@ def _apart(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Message]]:
     ours, others = list[Leftover](), list[Message]()
     for each in found:
         strangers: list[Path] = []
-        if each.path is not None:
-            strangers = find_strangers(each.path, each.names) if each.names else _no_file(each.path)
-        if strangers:
-            first = strangers[0]
-            if first == each.path:
-                others.append(Message("runs.not-ours", path=first))
-            else:
-                others.append(Message("runs.not-ours-so-stays", path=first, folder=each.path))
-        else:
+        if each.path is not None and each.names:
+            strangers = find_strangers(each.path, each.names)
+        elif each.path is not None and (each.path.is_symlink() or not each.path.is_file()):
+            strangers = [each.path]
+        if not strangers:
             ours.append(each)
+        elif strangers[0] == each.path:
+            others.append(Message("runs.not-ours", path=each.path))
+        else:
+            others.append(Message("runs.not-ours-so-stays", path=strangers[0], folder=each.path))
     return ours, others
-
-
-def _no_file(path: Path) -> list[Path]:
-    return [] if path.is_file() and not path.is_symlink() else [path]
-
-
-def _list_reservations(cache: Path) -> list[Path]:
-    """Runs that have reserved something, wherever they lie."""
-    entries = (find_record(path, Reservation) for path in _glob(cache / "reservations", "*.json"))
-    folders = [Path(entry.folder) for entry in entries if entry is not None]
-    return [Path(os.path.realpath(folder)) for folder in folders if folder.is_absolute() and _is_run(folder)]
 
 
 def _dead(run: Path) -> DeadRun | None:
@@ -213,20 +209,7 @@ def _dead(run: Path) -> DeadRun | None:
     return DeadRun(folder=run, first=first, last=max(times))
 
 
-def _lives_elsewhere(run: Path) -> bool:
-    record = read_run(run)
-    return record is not None and record.host != this_host()
-
-
 # --- what a run leaves in its folder ------------------------------------------------------------
-
-
-def _locks(run: Path) -> list[Leftover]:
-    path = run / LOCK
-    if not path.exists():
-        return []
-    ended = Message("runs.its-run-ended")
-    return [Leftover(kind="lock", what=str(path), because=ended, bytes=_size(path), path=path, run=run)]
 
 
 def _find_staging(run: Path) -> list[Leftover]:
@@ -245,15 +228,7 @@ def _find_staging(run: Path) -> list[Leftover]:
     places |= {run / name: STAGED for name in HALF} | {RunFolder(run).plan / STAGING: PLAN_STAGED}
     places |= dict.fromkeys([run / "run.new", *_glob(run, ".run.json.*.new"), *_glob(run / "attempts", "*.new")])
     return [
-        Leftover(
-            kind="staging",
-            what=str(path),
-            because=Message("runs.half-written"),
-            bytes=_size(path),
-            path=path,
-            run=run,
-            names=names,
-        )
+        _thing("staging", path, Message("runs.half-written"), names, run)
         for path, names in places.items()
         if os.path.lexists(path)
     ]
@@ -289,7 +264,8 @@ def _segments(dead: Sequence[DeadRun], going: frozenset[int]) -> list[Leftover]:
             seen = path.lstat()
             if name is None or not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
                 continue
-            run = max((run for run in dead if _within(seen.st_mtime, run)), key=lambda run: run.first, default=None)
+            within = [run for run in dead if run.first - 1 <= seen.st_mtime <= run.last + SLACK_S]
+            run = max(within, key=lambda run: run.first, default=None)
             maker = None if name["pid"] is None else int(name["pid"])
             if run is None or (maker is not None and maker not in going and is_alive(maker, None)):
                 continue
@@ -309,10 +285,6 @@ def _segments(dead: Sequence[DeadRun], going: frozenset[int]) -> list[Leftover]:
         for path, seen, run in candidates
         if (seen.st_dev, seen.st_ino) not in held
     ]
-
-
-def _within(moment: float, run: DeadRun) -> bool:
-    return run.first - 1 <= moment <= run.last + SLACK_S
 
 
 def _list_open_files(since: float, going: frozenset[int] = frozenset()) -> frozenset[tuple[int, int]] | None:
@@ -347,54 +319,36 @@ def _list_open_files(since: float, going: frozenset[int] = frozenset()) -> froze
 
 
 def _search_cache(cache: Path, *, caches: bool) -> list[Leftover]:
-    ended = Message("runs.its-run-ended")
-    found = [
-        Leftover(kind="reservation", what=str(path), because=ended, bytes=_size(path), path=path)
-        for path in _glob(cache / "reservations", "*.json")
-        if _is_dead_reservation(path)
-    ]
+    found = []
+    for path in _glob(cache / "reservations", "*.json"):
+        entry = find_record(path, Reservation)
+        if entry is not None and entry.host == this_host() and not is_alive(entry.pid, entry.mark):
+            found.append(_thing("reservation", path, Message("runs.its-run-ended")))
     for path in _glob(cache, f"*/{BUILDING}*"):
         pid = path.name.rpartition("-")[2]
         if pid.isdigit() and not is_alive(int(pid), None):
-            because = Message("runs.half-built", pid=pid)
-            found.append(
-                Leftover(
-                    kind="staging",
-                    what=str(path),
-                    because=because,
-                    bytes=_size(path),
-                    path=path,
-                    names=DATA_BUILDING,
-                )
-            )
-    if caches:
-        found += [
-            Leftover(
-                kind="cache",
-                what=str(path),
-                because=Message("runs.can-be-made-again"),
-                bytes=_size(path),
-                path=path,
-                names=CACHES[path.name],
-            )
-            for path in cached_things(cache)
-        ]
-    return found
+            found.append(_thing("staging", path, Message("runs.half-built", pid=pid), DATA_BUILDING))
+    again = Message("runs.can-be-made-again")
+    made = cached_things(cache) if caches else []
+    return found + [_thing("cache", path, again, CACHES[path.name]) for path in made]
 
 
 def cached_things(cache: Path) -> list[Path]:
     """What can be made again: measured corrections of plans, data as tokens, converted weights."""
-    return [path for name in CACHES if (path := cache / name).exists() and (path.is_dir() or _is_calibration(path))]
+    found = []
+    for path in (cache / name for name in CACHES):
+        tree = None if path.is_dir() else find_json(path)
+        if path.is_dir() or (isinstance(tree, dict) and {"schema", "tightfit", "entries"} <= set(tree)):
+            found.append(path)
+    return found
 
 
-def _is_calibration(path: Path) -> bool:
-    tree = find_json(path)
-    return isinstance(tree, dict) and {"schema", "tightfit", "entries"} <= set(tree)
-
-
-def _is_dead_reservation(path: Path) -> bool:
-    entry = find_record(path, Reservation)
-    return entry is not None and entry.host == this_host() and not is_alive(entry.pid, entry.mark)
+def _thing(kind: Kind, path: Path, because: Message, names: Ours | None = None, run: Path | None = None) -> Leftover:
+    """What lies on a disk."""
+    size = 0
+    with suppress(OSError):
+        size = size_of(path) if path.is_dir() and not path.is_symlink() else path.lstat().st_size
+    return Leftover(kind=kind, what=str(path), because=because, bytes=size, path=path, run=run, names=names)
 
 
 def _glob(folder: Path, pattern: str) -> list[Path]:
@@ -402,15 +356,6 @@ def _glob(folder: Path, pattern: str) -> list[Path]:
         return sorted(folder.glob(pattern))
     except OSError:
         return []
-
-
-def _size(path: Path) -> int:
-    if path.is_dir() and not path.is_symlink():
-        return size_of(path)
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
 
 
 # --- away with it -------------------------------------------------------------------------------
@@ -421,24 +366,14 @@ def remove(leftover: Leftover) -> Said | None:
     try:
         if leftover.pid is not None:
             return end(leftover.pid, leftover.mark)
-        with _alone(leftover):
+        # Within a run's folder only for whoever holds its lock, and letting go removes that.
+        with ExitStack() as held:
+            if leftover.run is not None:
+                held.callback(FolderLock.take(leftover.run).release)
             _away(leftover)
     except (OSError, ConfigError) as error:
         return (error.strerror or str(error)).lower() if isinstance(error, OSError) else error.said
     return None
-
-
-@contextmanager
-def _alone(leftover: Leftover) -> Iterator[None]:
-    """Within a run's folder only for whoever holds its lock, and letting go removes that."""
-    if leftover.run is None:
-        yield
-        return
-    lock = FolderLock.take(leftover.run)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _away(leftover: Leftover) -> None:

@@ -72,21 +72,18 @@ class Lines:
                 due = event.step % self._every_steps == 0
             else:
                 due = about != self._about or self._clock() - self._said_at >= EVERY_S
-            self._going_on(about, line, due=due)
+            if about != self._about:
+                self.end()
+            self._about, self._held = about, None if due else line
+            if due:
+                self._said_at = self._clock()
+                self._say(line, "")
             return
         said, style = line_of(event)
         if said:
             if self._every_steps is None or self._about != "step":
                 self.end()
             self._say(str(said), style)
-
-    def _going_on(self, about: str, line: str, *, due: bool) -> None:
-        if about != self._about:
-            self.end()
-        self._about, self._held = about, None if due else line
-        if due:
-            self._said_at = self._clock()
-            self._say(line, "")
 
     def end(self) -> None:
         """Say what was passed over."""
@@ -131,9 +128,45 @@ def line_of(event: Event) -> tuple[Said, str]:
     if isinstance(event, Pictures):
         return Message("runs.drew", files=", ".join(event.files)) if event.files else "", ""
     if isinstance(event, Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping):
-        return _checkpoint_line(event)
+        if isinstance(event, Stopping):
+            return Message("runs.warned", said=event.text), "bold yellow"
+        if isinstance(event, PassedOver):
+            return Message("runs.passed-over", folder=event.folder, why=event.text), "yellow"
+        if isinstance(event, CheckpointFailed):
+            return Message("runs.no-checkpoint", at=_at_step(event.step), why=event.text), "bold red"
+        if isinstance(event, Resumed):
+            step = "" if event.step is None else Message("runs.from-step", step=event.step)
+            by = "" if event.from_engine is None else Message("runs.written-by", engine=event.from_engine)
+            if event.from_engine is not None and event.from_world is not None:
+                by = Message("runs.written-by-ranks", engine=event.from_engine, ranks=event.from_world)
+            changed: Said = Message("runs.changed-since", changes=Listing(event.changed, ";")) if event.changed else ""
+            return Message("runs.resumed", step=step, folder=event.folder, by=by, changed=changed), "bold"
+        waited: Said = ""
+        if event.background and event.blocked_s is not None:
+            waited = Message("runs.training-waited", time=duration(event.blocked_s))
+        return Message(
+            "runs.checkpoint",
+            at=_at_step(event.step),
+            size="" if event.written_bytes is None else Message("runs.and-size", size=size_words(event.written_bytes)),
+            took="" if event.seconds is None else Message("runs.in-time", time=duration(event.seconds)),
+            waited=waited,
+        ), ""
     if isinstance(event, AttemptBegan | AttemptFailed):
-        return _attempt_line(event)
+        if isinstance(event, AttemptBegan):
+            plan: Said = event.plan
+            if event.changed:
+                plan = Message("runs.plan-changed", plan=plan, changes=Listing(event.changed))
+            return Message("runs.attempt-begins", number=event.number, plan=plan), "bold"
+        return Message(
+            "runs.attempt-failed",
+            number=event.number,
+            at=after_step(event.step),
+            kept="" if event.kept_step is None else Message("runs.checkpoint-kept", step=event.kept_step),
+            cause=event.text,
+            action=action_words(event.action),
+            wait=Message("runs.after-wait", time=duration(event.wait_s)) if event.wait_s else "",
+            because=event.because,
+        ), "bold yellow"
     if isinstance(event, Other):
         return Message("runs.other-event", name=event.name, said=event.text), ""
     assert isinstance(event, Started | Ended | Failed | Progress | Step)
@@ -142,50 +175,6 @@ def line_of(event: Event) -> tuple[Said, str]:
 
 def _at_step(step: int | None) -> Said:
     return "" if step is None else Message("runs.at-step", step=step)
-
-
-def _checkpoint_line(event: Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping) -> tuple[Said, str]:
-    if isinstance(event, Stopping):
-        return Message("runs.warned", said=event.text), "bold yellow"
-    if isinstance(event, PassedOver):
-        return Message("runs.passed-over", folder=event.folder, why=event.text), "yellow"
-    if isinstance(event, CheckpointFailed):
-        return Message("runs.no-checkpoint", at=_at_step(event.step), why=event.text), "bold red"
-    if isinstance(event, Resumed):
-        step = "" if event.step is None else Message("runs.from-step", step=event.step)
-        by = "" if event.from_engine is None else Message("runs.written-by", engine=event.from_engine)
-        if event.from_engine is not None and event.from_world is not None:
-            by = Message("runs.written-by-ranks", engine=event.from_engine, ranks=event.from_world)
-        changed: Said = Message("runs.changed-since", changes=Listing(event.changed, ";")) if event.changed else ""
-        return Message("runs.resumed", step=step, folder=event.folder, by=by, changed=changed), "bold"
-    waited: Said = ""
-    if event.background and event.blocked_s is not None:
-        waited = Message("runs.training-waited", time=duration(event.blocked_s))
-    return Message(
-        "runs.checkpoint",
-        at=_at_step(event.step),
-        size="" if event.written_bytes is None else Message("runs.and-size", size=size_words(event.written_bytes)),
-        took="" if event.seconds is None else Message("runs.in-time", time=duration(event.seconds)),
-        waited=waited,
-    ), ""
-
-
-def _attempt_line(event: AttemptBegan | AttemptFailed) -> tuple[Said, str]:
-    if isinstance(event, AttemptBegan):
-        plan: Said = event.plan
-        if event.changed:
-            plan = Message("runs.plan-changed", plan=plan, changes=Listing(event.changed))
-        return Message("runs.attempt-begins", number=event.number, plan=plan), "bold"
-    return Message(
-        "runs.attempt-failed",
-        number=event.number,
-        at=after_step(event.step),
-        kept="" if event.kept_step is None else Message("runs.checkpoint-kept", step=event.kept_step),
-        cause=event.text,
-        action=action_words(event.action),
-        wait=Message("runs.after-wait", time=duration(event.wait_s)) if event.wait_s else "",
-        because=event.because,
-    ), "bold yellow"
 
 
 def after_step(step: int | None) -> Message:

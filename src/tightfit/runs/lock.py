@@ -157,7 +157,11 @@ class FolderLock:
             with suppress(OSError):  # a disk that is gone for a moment is no reason to stop training
                 now = _read_path(self._path)
                 if now is not None and now.id != owner.id:
-                    _leave(self._path.parent, now)
+                    # another run writes in the folder: not a byte more of ours. The ranks end with this process
+                    with suppress(OSError):
+                        said = text("runs.taken-over", owner=now.words, folder=self._path.parent)
+                        os.write(2, f"tightfit: {said}\n".encode())
+                    os._exit(LOST)
                 owner = replace(owner, beat=owner.beat + 1)
                 os.pwrite(self._file, owner.text(), 0)
 
@@ -221,13 +225,6 @@ def _is_held(file: int, folder: Path, job: str | None) -> bool:
     return not (owner.is_here and sees)
 
 
-def _leave(folder: Path, now: Owner) -> None:
-    """Another run writes in the folder: not a byte more of ours. The ranks end with this process."""
-    with suppress(OSError):
-        os.write(2, f"tightfit: {text('runs.taken-over', owner=now.words, folder=folder)}\n".encode())
-    os._exit(LOST)
-
-
 # --- the file -----------------------------------------------------------------------------------
 
 
@@ -273,7 +270,14 @@ def _put_instead(fresh: Path, path: Path, other: int | None, seen: Owner | None)
     try:
         mine = open_new(turn)
     except FileExistsError:
-        return _clear_turn(turn)
+        # somebody is about to take the lease over, for a moment; or was killed in it
+        with _open_lock(turn) as file:
+            if file is not None:
+                if _is_held(file, turn.parent, None):
+                    who = Message("runs.being-taken-over", folder=turn.parent)
+                    raise InUse(who, Message("runs.wait-or-remove", path=turn)) from None
+                turn.unlink(missing_ok=True)
+        return False
     try:
         flock(mine, wait=False)
         os.pwrite(mine, Owner.ours(None).text(), 0)
@@ -285,17 +289,6 @@ def _put_instead(fresh: Path, path: Path, other: int | None, seen: Owner | None)
         with suppress(OSError):
             turn.unlink()
         os.close(mine)
-
-
-def _clear_turn(turn: Path) -> bool:
-    """Somebody is about to take the lease over, for a moment; or was killed in it."""
-    with _open_lock(turn) as file:
-        if file is not None:
-            if _is_held(file, turn.parent, None):
-                who = Message("runs.being-taken-over", folder=turn.parent)
-                raise InUse(who, Message("runs.wait-or-remove", path=turn))
-            turn.unlink(missing_ok=True)
-    return False
 
 
 def is_lock(name: str) -> bool:

@@ -164,7 +164,13 @@ class OwnTrainer:
     # --- one attempt ----------------------------------------------------------------------------
 
     def attempt(self, number: int) -> Attempt:
-        starts = self.course.starts(self._options(number))
+        resume = self.resume
+        if self.older is not None:
+            resume, self.older = replace(resume, place=str(self.older)), None
+        elif number > 1 and self.kept_step is not None:
+            resume = replace(resume, place=AUTO)  # what was there before has made way, or is what this run began with
+        skipped = ["--skip-steps", ",".join(map(str, sorted(self.skips)))] if self.skips else []
+        starts = self.course.starts([*resume.options, *skipped])
         self.logs = [start.log for start in starts]
         before, steps = self.tally, _Steps(self.show)
         self.tally = Tally(first_loss=before.first_loss, checkpoint=before.checkpoint, resumed=before.resumed)
@@ -180,15 +186,6 @@ class OwnTrainer:
             first_step=steps.first,
             last_step=steps.last,
         )
-
-    def _options(self, number: int) -> list[str]:
-        resume = self.resume
-        if self.older is not None:
-            resume, self.older = replace(resume, place=str(self.older)), None
-        elif number > 1 and self.kept_step is not None:
-            resume = replace(resume, place=AUTO)  # what was there before has made way, or is what this run began with
-        skipped = ["--skip-steps", ",".join(map(str, sorted(self.skips)))] if self.skips else []
-        return [*resume.options, *skipped]
 
     def _run(self, starts: Sequence[RankStart], show: Callable[[Event], None]) -> FailedAttempt:
         ranks = [start.rank for start in starts]

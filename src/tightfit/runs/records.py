@@ -27,7 +27,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -430,7 +430,28 @@ def worker_file(text: str, where: str) -> WorkerFile:
     """The text of a worker.json; `where`: what to call it in a sentence."""
     tree = parse_worker(text, where)
     try:
-        return _read_worker(tree)
+        world, levers, predicted = tree["world"], tree["levers"], tree["predicted"]
+        vendor = world["vendor"]
+        if vendor not in get_args(Vendor):
+            raise ValueError
+        return WorkerFile(
+            model=_text(tree["model"]["name"]),
+            method=_text(levers["method"]),
+            engine=_text(levers["engine"]),
+            optimizer=_text(levers["optimizer"]),
+            offload_optimizer=_text(levers["offload_optimizer"]),
+            nodes=_least_one(world["nodes"]),
+            gpus_per_node=_least_one(world["gpus_per_node"]),
+            vendor=vendor,
+            folder=_text(tree["saving"]["folder"]),
+            required_bytes=int(_number(predicted["gpu"]["required_bytes"])),
+            peak_bytes=int(_number(predicted["gpu"]["peak_bytes"])),
+            host_bytes_per_node=int(_number(predicted["host"]["peak_bytes_per_node"])),
+            step_s=_number(predicted["step_s"]),
+            tokens_per_s=_number(predicted["tokens_per_s"]),
+            gpu_memory_bytes=card if type(card := world.get("gpu_memory_bytes")) is int else None,
+            logging_steps=None if tree.get("logging_steps") is None else _least_one(tree["logging_steps"]),
+        )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is not whole: {AGAIN}") from None
 
@@ -448,31 +469,6 @@ def find_worker_file(plan: Path) -> WorkerFile | None:
         return worker_file(read_text(plan / WORKER_FILE, "JSON"), str(plan / WORKER_FILE))
     except ConfigError:
         return None
-
-
-def _read_worker(tree: Mapping[str, Any]) -> WorkerFile:
-    world, levers, predicted = tree["world"], tree["levers"], tree["predicted"]
-    vendor = world["vendor"]
-    if vendor not in get_args(Vendor):
-        raise ValueError
-    return WorkerFile(
-        model=_text(tree["model"]["name"]),
-        method=_text(levers["method"]),
-        engine=_text(levers["engine"]),
-        optimizer=_text(levers["optimizer"]),
-        offload_optimizer=_text(levers["offload_optimizer"]),
-        nodes=_least_one(world["nodes"]),
-        gpus_per_node=_least_one(world["gpus_per_node"]),
-        vendor=vendor,
-        folder=_text(tree["saving"]["folder"]),
-        required_bytes=int(_number(predicted["gpu"]["required_bytes"])),
-        peak_bytes=int(_number(predicted["gpu"]["peak_bytes"])),
-        host_bytes_per_node=int(_number(predicted["host"]["peak_bytes_per_node"])),
-        step_s=_number(predicted["step_s"]),
-        tokens_per_s=_number(predicted["tokens_per_s"]),
-        gpu_memory_bytes=card if type(card := world.get("gpu_memory_bytes")) is int else None,
-        logging_steps=None if tree.get("logging_steps") is None else _least_one(tree["logging_steps"]),
-    )
 
 
 def _text(value: Any) -> str:

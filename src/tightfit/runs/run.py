@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -65,7 +65,12 @@ class Failure:
 def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Sequence[LastWords]) -> Failure:
     """The failure that came before the others. `exits` are those that were seen before any was ended by us."""
     start_of = {start.rank: start for start in starts}
-    said = [each for each in words if not _is_echo(each)]
+    # Words about a lost neighbour are about another rank's failure.
+    said = [
+        each
+        for each in words
+        if each.kind in USERS or (each.kind != "peer" and not (isinstance(each.text, str) and _PEER.search(each.text)))
+    ]
     killed = [gone for gone in exits if gone.code < 0]
     silent = [gone for gone in exits if gone.code != 0 and gone.start.rank not in {each.rank for each in words}]
     told = min(said or words, key=lambda each: each.at, default=None)
@@ -76,7 +81,9 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
     # One that was killed had no time for words; one that left with a code and without words has seen others fail.
     gone = fell or min(silent or [each for each in exits if each.code], key=lambda each: each.at)
     is_users, tail = gone.code == USER, tail_of(gone.start.log)
-    is_disk_full = gone.code >= 0 and _is_full(gone.start.log.parent)  # nothing that it said could be written
+    is_disk_full = False
+    with suppress(OSError):  # nothing that it said could be written
+        is_disk_full = gone.code >= 0 and shutil.disk_usage(gone.start.log.parent).free < _FULL_BYTES
     who = gone.start.shown
     sentence: Said
     if is_disk_full:
@@ -89,13 +96,6 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
         id_ = "runs.killed" if -gone.code == signal.SIGKILL else "runs.crashed"
         sentence = Message(id_, who=who, signal=_signal_name(-gone.code))
     return _failure(gone.start.rank, gone.start, sentence, is_users=is_users, is_disk_full=is_disk_full)
-
-
-def _is_echo(words: LastWords) -> bool:
-    """Words about a lost neighbour, which are about another rank's failure."""
-    return words.kind == "peer" or (
-        words.kind not in USERS and isinstance(words.text, str) and _PEER.search(words.text) is not None
-    )
 
 
 def _failure(rank: int, start: RankStart | None, sentence: Said, *, is_users: bool, is_disk_full: bool) -> Failure:
@@ -133,13 +133,6 @@ def _last_lines(log: Path, most_bytes: int) -> tuple[str, ...]:
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
     plain = ["".join(letter if letter.isprintable() else " " for letter in line).rstrip() for line in lines]
     return tuple(line[:400] for line in plain if line)
-
-
-def _is_full(folder: Path) -> bool:
-    try:
-        return shutil.disk_usage(folder).free < _FULL_BYTES
-    except OSError:
-        return False
 
 
 def _signal_name(number: int) -> str:
@@ -270,8 +263,11 @@ def run(
 
     def look() -> bool:
         pass_on(follower.poll())
-        quiet = None if company is None else company.watch.look(_step_s(tally))
-        hung.extend([] if quiet is None else [ask_for_stacks(ranks, quiet)])
+        if company is not None:
+            # What a step takes; the first ones have to do until there are more.
+            step_s = tally.step_s or (None if tally.last is None else tally.last.step_s)
+            quiet = company.watch.look(step_s)
+            hung.extend([] if quiet is None else [ask_for_stacks(ranks, quiet)])
         return bool(hung)
 
     listening = signals if company is None else nullcontext()
@@ -281,20 +277,41 @@ def run(
         wishes = max(1, signals.times)
         ranks.end(grace_s, hurry=lambda: signals.times > wishes)
         pass_on(follower.rest())
-    ending = _Ending(starts=starts, before=before, every=ranks.exits, words=words, hung=hung[0] if hung else None)
-    return replace(
-        _outcome(ending, signals, tally),
+    codes = {gone.code for gone in before}
+    late = [gone for gone in ranks.exits if gone not in before]
+    # Whether one left at the first signal. What the others say after that is about the one that they miss.
+    obeyed = any(
+        gone.code in ENDED_BY_REQUEST or (gone.code not in (DONE, STOPPED) and not gone.start.saves) for gone in before
+    )
+    state: State
+    failure: Failure | None = None
+    if signals.caught and (obeyed or (late and not codes - {DONE, STOPPED})):
+        state, code = "interrupted", signals.exit_code
+    elif codes - {DONE, STOPPED}:
+        failure = first_failure(before, starts, words)
+        state, code = ("user error", USER) if failure.is_users else ("failed", FAILED)
+    elif hung:
+        start = next((start for start in starts if start.rank == hung[0].rank), None)
+        failure = _failure(hung[0].rank, start, hung[0].sentence, is_users=False, is_disk_full=False)
+        state, code = "failed", FAILED
+    elif late:
+        start = late[0].start
+        sentence = Message("runs.straggler", who=start.shown, seconds=STRAGGLER_S)
+        failure = Failure(rank=start.rank, is_users=False, sentence=sentence, tail=(), log=start.log)
+        state, code = "failed", FAILED
+    else:
+        state, code = ("stopped", STOPPED) if STOPPED in codes else ("done", DONE)
+    return Outcome(
+        state=state,
+        exit_code=code,
+        failure=failure,
+        tally=tally,
         exits=tuple(before),
         every=tuple(ranks.exits),
         words=words,
-        hung=ending.hung,
+        hung=hung[0] if hung else None,
         pids=tuple(ranks.pids),
     )
-
-
-def _step_s(tally: Tally) -> float | None:
-    """What a step takes; the first ones have to do until there are more."""
-    return tally.step_s or (None if tally.last is None else tally.last.step_s)
 
 
 def _stay(ranks: Ranks, signals: Signals, look: Callable[[], bool], ask: Callable[[], None], patience_s: float) -> None:
@@ -312,7 +329,10 @@ def _stay(ranks: Ranks, signals: Signals, look: Callable[[], bool], ask: Callabl
             ask()
         ended = ranks.poll()
         if any(gone.code not in (DONE, STOPPED) for gone in ended):
-            _let_them_end(ranks)
+            deadline = time.monotonic() + LAST_WORDS_S
+            while ranks.running and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+                ranks.poll()
             return
         now = time.monotonic()
         if ended and first_end is None:
@@ -322,65 +342,3 @@ def _stay(ranks: Ranks, signals: Signals, look: Callable[[], bool], ask: Callabl
         if asked_at is not None and now - asked_at > patience_s:
             return
         time.sleep(LOOK_S)
-
-
-def _let_them_end(ranks: Ranks) -> None:
-    deadline = time.monotonic() + LAST_WORDS_S
-    while ranks.running and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
-        ranks.poll()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ending:
-    """What is known of the ranks at the end."""
-
-    starts: Sequence[RankStart]
-    before: Sequence[Exit]
-    """Those that ended by themselves."""
-    every: Sequence[Exit]
-    words: tuple[LastWords, ...]
-    hung: Hung | None
-
-
-def _outcome(ending: _Ending, signals: Signals, tally: Tally) -> Outcome:
-    codes = {gone.code for gone in ending.before}
-    late = [gone for gone in ending.every if gone not in ending.before]
-    if signals.caught and (_is_as_asked(ending) or (late and not codes - {DONE, STOPPED})):
-        return Outcome(state="interrupted", exit_code=signals.exit_code, failure=None, tally=tally)
-    if codes - {DONE, STOPPED}:
-        failure = first_failure(ending.before, ending.starts, ending.words)
-        state: State = "user error" if failure.is_users else "failed"
-        code = USER if failure.is_users else FAILED
-        return Outcome(state=state, exit_code=code, failure=failure, tally=tally)
-    if ending.hung is not None:
-        return Outcome(state="failed", exit_code=FAILED, failure=_hanging(ending.hung, ending.starts), tally=tally)
-    if not late and STOPPED in codes:
-        return Outcome(state="stopped", exit_code=STOPPED, failure=None, tally=tally)
-    if not late:
-        return Outcome(state="done", exit_code=DONE, failure=None, tally=tally)
-    return Outcome(state="failed", exit_code=FAILED, failure=_straggler(late[0].start), tally=tally)
-
-
-def _is_as_asked(ending: _Ending) -> bool:
-    """Whether one left at the first signal. What the others say after that is about the one that they miss."""
-    return any(
-        gone.code in ENDED_BY_REQUEST or (gone.code not in (DONE, STOPPED) and not gone.start.saves)
-        for gone in ending.before
-    )
-
-
-def _hanging(hung: Hung, starts: Sequence[RankStart]) -> Failure:
-    log = next((start.log for start in starts if start.rank == hung.rank), None)
-    tail = () if log is None else tail_of(log)
-    return Failure(rank=hung.rank, is_users=False, sentence=hung.sentence, tail=tail, log=log)
-
-
-def _straggler(start: RankStart) -> Failure:
-    return Failure(
-        rank=start.rank,
-        is_users=False,
-        sentence=Message("runs.straggler", who=start.shown, seconds=STRAGGLER_S),
-        tail=(),
-        log=start.log,
-    )

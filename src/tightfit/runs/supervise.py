@@ -277,14 +277,32 @@ class Supervisor:
             except UserError as error:
                 if last is None:  # nothing is lost, and nothing has to be kept
                     raise
-                return self._fail_to_start(last, error.said)
+                # what an attempt needs is not there any more: a GPU that somebody else has taken meanwhile
+                failure = Failure(rank=0, is_users=False, sentence=error.said, tail=(), log=None)
+                outcome = replace(last, state="failed", exit_code=FAILED, failure=failure)
+                self._close(Attempt(outcome=outcome, exit_codes=()))
+                self._write(replace(self.records[-1], next=Next(action="stop", because=error.said)))
+                return self._make_result(outcome, because=error.said)
             last, verdict = attempt.outcome, attempt.verdict
             self._close(attempt)
             if last.state not in ("failed", "user error"):
                 return self._make_result(last, verdict)
             assert verdict is not None, "a trainer judges each attempt that fails"
             decision, changed = self._decide(verdict)
-            self._note(decision, changed, verdict)
+            following = Next(action=decision.action, because=decision.because, changed=changed, wait_s=decision.wait_s)
+            record = replace(self.records[-1], next=following)
+            self._write(record)
+            failed = AttemptFailed(
+                number=record.number,
+                kind=verdict.kind,
+                text=verdict.cause,
+                step=record.last_step,
+                kept_step=record.kept_step,
+                action=decision.action,
+                because=decision.because,
+                wait_s=decision.wait_s,
+            )
+            self.trainer.after_failure(failed, changed)
             if decision.action == "stop":
                 return self._make_result(last, verdict, decision.because)
             end = time.monotonic() + decision.wait_s
@@ -303,14 +321,6 @@ class Supervisor:
             return self.trainer.carry_out(decision, verdict, self.records)
         except UserError as error:
             return stop(error.said), ()
-
-    def _fail_to_start(self, last: Outcome, sentence: Said) -> RunResult:
-        """What an attempt needs is not there any more: a GPU that somebody else has taken meanwhile."""
-        failure = Failure(rank=0, is_users=False, sentence=sentence, tail=(), log=None)
-        outcome = replace(last, state="failed", exit_code=FAILED, failure=failure)
-        self._close(Attempt(outcome=outcome, exit_codes=()))
-        self._write(replace(self.records[-1], next=Next(action="stop", because=sentence)))
-        return self._make_result(outcome, because=sentence)
 
     def _make_result(self, outcome: Outcome, verdict: Verdict | None = None, because: Said = "") -> RunResult:
         return RunResult(outcome=outcome, records=tuple(self.records), verdict=verdict, because=because)
@@ -335,19 +345,3 @@ class Supervisor:
                 cause=None if attempt.verdict is None else to_record(attempt.verdict),
             )
         )
-
-    def _note(self, decision: Decision, changed: tuple[Said, ...], verdict: Verdict) -> None:
-        following = Next(action=decision.action, because=decision.because, changed=changed, wait_s=decision.wait_s)
-        record = replace(self.records[-1], next=following)
-        self._write(record)
-        failed = AttemptFailed(
-            number=record.number,
-            kind=verdict.kind,
-            text=verdict.cause,
-            step=record.last_step,
-            kept_step=record.kept_step,
-            action=decision.action,
-            because=decision.because,
-            wait_s=decision.wait_s,
-        )
-        self.trainer.after_failure(failed, changed)
