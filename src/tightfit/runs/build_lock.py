@@ -44,12 +44,12 @@ def find_left_locks(environment: Mapping[str, str], *, ours_since: float | None 
     """
     if not (PROC / "self/fd").exists():
         return ()
-    folder = build_folder(environment)
-    made = [(stamp, path) for path in _locks(folder) if (stamp := _stamp_of(path)) is not None]
-    if ours_since is not None:
-        made = [(stamp, path) for stamp, path in made if stamp >= ours_since]
-    else:
-        made = [(stamp, path) for stamp, path in made if time.time() - stamp > OLD_S]
+    made, now = list[tuple[float, Path]](), time.time()
+    for path in _locks(build_folder(environment)):
+        with suppress(OSError):
+            stamp = path.stat().st_mtime
+            if is_lock(path) and (now - stamp > OLD_S if ours_since is None else stamp >= ours_since):
+                made.append((stamp, path))
     if not made:
         return ()
     held = set(_open_files())
@@ -111,13 +111,6 @@ def is_lock(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISREG(seen.st_mode) and seen.st_size == 0
-
-
-def _stamp_of(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime if is_lock(path) else None
-    except OSError:
-        return None
 
 
 def _can_be_seen(path: Path) -> bool:

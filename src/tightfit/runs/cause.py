@@ -1,14 +1,13 @@
-"""The kernel's record of an attempt: whom it killed for want of memory, and what the drivers reported.
-
-Two sources, of which this user may be allowed neither: the kernel's log, and the counter of killed processes that the
-memory group of this process has. Both are remembered at the start, so that only what comes later counts.
-
-Why an attempt failed: everything that is known about it, judged once.
+"""Why an attempt failed: everything that is known about it, judged once.
 
 Our own ranks say more than their logs: a rank that hangs was watched, and one that fails leaves its last words, whose
 values are believed. What they do not say (exceptions of libraries, exit codes, the kernel's record) is judged as any
 other log is, by `diagnose/`. A process that was killed is taken to have run out of memory only where the kernel says
 so, or where this user may not read what it says.
+
+The kernel's record has two sources, of which this user may be allowed neither: its log, and the counter of killed
+processes that the memory group of this process has. Both are remembered at the start, so that only what comes later
+counts.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from tightfit.formats.worker.read import WORKER_FILE, find_worker
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 from tightfit.runs import build_lock
-from tightfit.runs.events import Tally
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Beat
 from tightfit.runs.launch import RankStart
 from tightfit.runs.records import BUG, Cause, LastWords
-from tightfit.runs.run import Failure, Outcome
-from tightfit.types import STAGES, PhaseName
+from tightfit.runs.run import Outcome
+from tightfit.types import STAGES
 
 KMSG = Path("/dev/kmsg")
 GROUPS = Path("/sys/fs/cgroup")
@@ -60,22 +58,14 @@ class KernelRecord:
         with suppress(OSError):  # most users may not
             self._file = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._file, 0, os.SEEK_END)
-            self._readable()
+            try:  # opening alone does not tell whether a read is allowed
+                os.read(self._file, _RECORD_BYTES)
+            except (BlockingIOError, BrokenPipeError):  # there is nothing yet; older lines were overwritten
+                pass
+            except OSError:
+                self.close()
         self._counter = _counter(groups, memberships)
         self._before = _kills(self._counter)
-
-    def _readable(self) -> None:
-        """Whether a read is allowed: opening alone does not tell."""
-        assert self._file is not None
-        try:
-            os.read(self._file, _RECORD_BYTES)
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # older lines were overwritten
-            return
-        except OSError:
-            os.close(self._file)
-            self._file = None
 
     def said(self, pids: Collection[int]) -> KernelSaid:
         """What has come since. `pids`: our own; of others that were killed nothing is told, unless none is ours and
@@ -253,9 +243,20 @@ def find_cause(known: FailedAttempt) -> Verdict:
             rank=failure.rank,
         )
     words = None if failure is None else next((each for each in outcome.words if each.rank == failure.rank), None)
-    found = _judge_logs(known) or _unknown(failure)
-    if words is not None:
-        found = _name_bug(found, words)
+    found = _judge_logs(known) or Verdict(
+        id="silent-exit",
+        kind="unknown",
+        cause=Message("runs.nothing-says-why") if failure is None else _end_sentence(failure.sentence),
+        confidence="possible",
+        evidence=(),
+        fixes=(),
+        rank=None if failure is None else failure.rank,
+    )
+    if words is not None and words.kind == BUG and found.id in _SILENT:
+        # An exception that no symptom knows, and that its rank has named: a bug, until somebody knows better.
+        cause = Message("runs.raised", error=words.text)
+        evidence = (_line(words), *found.evidence)
+        found = replace(found, id="exception", kind="code", cause=cause, evidence=evidence, fixes=(), rank=words.rank)
     if found.rank is None and failure is not None:  # the kernel's record knows no ranks
         found = replace(found, rank=failure.rank)
     found = _place(rule_out_memory(found, known.kernel), known)
@@ -264,8 +265,19 @@ def find_cause(known: FailedAttempt) -> Verdict:
 
 def _judge_logs(known: FailedAttempt) -> Verdict | None:
     """Of the rank that failed first, as its own last words tell it; of all, where that one only says what it missed."""
-    whole = _gather_evidence(known)
     failure = known.outcome.failure
+    logs = tuple(
+        LogSource(name=start.log.name, path=start.log, rank=start.rank if start.saves else None)
+        for start in known.starts
+        if start.log.is_file()
+    )
+    said = {each.rank: each.at for each in known.outcome.words}  # more exact than when an end was seen
+    ended = tuple(
+        RankExit(rank=each.start.rank, code=each.code, at=said.get(each.start.rank, each.at))
+        for each in known.outcome.exits
+        if each.code not in LEFT
+    )
+    whole = Evidence(logs=logs, exits=ended, kernel=known.kernel.lines, config=known.config)
     own = () if failure is None else tuple(log for log in whole.logs if log.rank == failure.rank)
     if not own or failure is None:
         return judge(whole).verdict
@@ -275,23 +287,6 @@ def _judge_logs(known: FailedAttempt) -> Verdict | None:
         return first
     every = judge(whole).verdict
     return every if first is None or (every is not None and every.kind not in _VAGUE) else first
-
-
-def _gather_evidence(known: FailedAttempt) -> Evidence:
-    logs = tuple(
-        LogSource(name=start.log.name, path=start.log, rank=start.rank if start.saves else None)
-        for start in known.starts
-        if start.log.is_file()
-    )
-    gone = [each for each in known.outcome.exits if each.code not in LEFT]
-    said = {each.rank: each.at for each in known.outcome.words}  # more exact than when an end was seen
-    exits = tuple(
-        RankExit(rank=each.start.rank, code=each.code, at=said.get(each.start.rank, each.at)) for each in gone
-    )
-    return Evidence(logs=logs, exits=exits, kernel=known.kernel.lines, config=known.config)
-
-
-# --- what our own ranks say ---------------------------------------------------------------------
 
 
 def blame_build_lock(verdict: Verdict, who: Message, locks: Sequence[Path]) -> Verdict:
@@ -323,26 +318,6 @@ def _line(words: LastWords) -> Line:
     return Line(source=f"errors/rank-{words.rank}.json", number=None, text=str(words.text))
 
 
-def _unknown(failure: Failure | None) -> Verdict:
-    sentence = Message("runs.nothing-says-why") if failure is None else _end_sentence(failure.sentence)
-    rank = None if failure is None else failure.rank
-    return Verdict(
-        id="silent-exit", kind="unknown", cause=sentence, confidence="possible", evidence=(), fixes=(), rank=rank
-    )
-
-
-# --- what is known beside the logs --------------------------------------------------------------
-
-
-def _name_bug(verdict: Verdict, words: LastWords) -> Verdict:
-    """An exception that no symptom knows, and that its rank has named: a bug, until somebody knows better."""
-    if verdict.id not in _SILENT or words.kind != BUG:
-        return verdict
-    cause = Message("runs.raised", error=words.text)
-    evidence = (_line(words), *verdict.evidence)
-    return replace(verdict, id="exception", kind="code", cause=cause, evidence=evidence, fixes=(), rank=words.rank)
-
-
 def is_suspicion(verdict: Verdict) -> bool:
     """A process was killed, and nobody knows for what."""
     return verdict.id.startswith("killed") and verdict.confidence != "certain"
@@ -361,19 +336,14 @@ def _place(verdict: Verdict, known: FailedAttempt) -> Verdict:
     for the worst batch that is tried before the first step."""
     beat = next((beat for beat in known.beats if beat.rank == verdict.rank), None)
     own = None if beat is None else PHASES.get(beat.stage)
-    if own == "init" and (tried := _find_tried_phase(known.outcome.tally)) is not None:
-        own = verdict.phase if verdict.phase in ("forward", "loss", "backward", "step") else tried
+    passed = {mark.milestone for mark in known.outcome.tally.marks}
+    if own == "init" and "init" in passed:  # in the worst batch: what came next, by the marks that it has passed
+        own = "step" if "backward" in passed else "backward" if "forward" in passed else "forward"
+        if verdict.phase in ("forward", "loss", "backward", "step"):
+            own = verdict.phase
     if own is None or (own == "forward" and verdict.phase == "loss"):
         return verdict
     return replace(verdict, phase=own)
-
-
-def _find_tried_phase(tally: Tally) -> PhaseName | None:
-    """What came next in the worst batch, by the marks that it has passed; None: it was not begun."""
-    passed = {mark.milestone for mark in tally.marks}
-    if "init" not in passed:
-        return None
-    return "step" if "backward" in passed else "backward" if "forward" in passed else "forward"
 
 
 def config_of_plan(plan: Path) -> KnownConfig:
@@ -402,13 +372,9 @@ def config_of_plan(plan: Path) -> KnownConfig:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return KnownConfig()
-    plain = all(getattr(found, each.name) is None or _is_plain(getattr(found, each.name)) for each in fields(found))
-    return found if plain else KnownConfig()
-
-
-def _is_plain(value: object) -> bool:
-    """Whether a damaged plan could not have said it."""
-    return isinstance(value, str | int) or value == ()
+    values = [getattr(found, each.name) for each in fields(found)]
+    plain = all(value in (None, ()) or isinstance(value, str | int) for value in values)
+    return found if plain else KnownConfig()  # anything else is what a damaged plan says
 
 
 def to_record(verdict: Verdict) -> Cause:

@@ -1,16 +1,12 @@
-"""What a worker reports, a JSON object a line, as typed values.
+"""What a worker reports, a JSON object a line: as typed values, followed while they come, and summed up.
 
 The desk may be newer or older than the worker, and a line may be torn by a full disk or a killed process. So a key
 that is missing or has another type is None, an event that is not known is shown as text, and what is no event at all
 is left out. Nothing here raises.
 
-Follow a file of events while a worker appends to it.
-
-A line counts when its end is there: what is half written now is read again with the next look. A file that has
-become shorter was begun anew. What the file holds before anybody looks is an earlier start's, which a run that goes on
-from a checkpoint appends to.
-
-What a run has done so far, gathered from its events.
+Of a file that is followed a line counts when its end is there: what is half written now is read again with the next
+look. A file that has become shorter was begun anew. What the file holds before anybody looks is an earlier start's,
+which a run that goes on from a checkpoint appends to.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -449,8 +446,10 @@ class Follower:
     def __init__(self, path: Path, *, start: int | None = None) -> None:
         """`start`: the first byte that counts; left out: what comes from now on."""
         self.path = path
-        self._offset = _size(path) if start is None else start
-        self._torn = b""
+        self._offset, self._torn = start or 0, b""
+        if start is None:
+            with suppress(OSError):  # not there yet
+                self._offset = path.stat().st_size
 
     def poll(self) -> list[Event]:
         """The events that have come since the last look."""
@@ -479,13 +478,6 @@ class Follower:
         last = event_of(self._torn)
         self._torn = b""
         return found if last is None else [*found, last]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # not there yet
-        return 0
 
 
 # --- what they come to ---------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""What we write in a run's folder, name by name: the one list by which files there are moved and removed.
-
-A checkpoint's manifest lists its files, and the worker's event of a saved model those of the model. What has no list of
-its own, since its writer may be killed at any moment, is known by the names that we give: a log is `rank-N.log`.
-
-The folder of one run.
+"""The folder of one run.
 
     plan/           what was planned: worker.json and all other rendered files
     events.jsonl    what the worker reports, a line each; over all starts that went on from a checkpoint
@@ -18,8 +13,10 @@ The folder of one run.
 A run that goes on from its checkpoints finds them and its events in place; the rest of the earlier start makes way. A
 start that fails before the first step leaves nothing behind, unless a rank crashed: then the logs are what is needed.
 
-Only what is listed here is moved or removed. A user's own files beside stay where they are; one within something
-that has to make way, or any where a finished run is to be replaced, is a reason to refuse.
+Only what is listed here, name by name, is moved or removed. A checkpoint's manifest lists its files, and the worker's
+event of a saved model those of the model; what its writer may leave at any moment is known by the names that we give. A
+user's own files beside stay where they are; one within something that has to make way, or any where a finished run is
+to be replaced, is a reason to refuse.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, STAGED, newest_first, step_of
 from tightfit.runs.events import AttemptBegan, Saved, Started, event_of
 from tightfit.runs.lock import FolderLock, check_unlocked, is_lock
-from tightfit.runs.records import EVENTS, RECORD, RunFolder, RunRecord, read_run
+from tightfit.runs.records import EVENTS, RECORD, RunFolder, RunRecord, end_last_line, read_run
 from tightfit.types import ConfigError
 
 MODEL, EARLIER = "model", "earlier"
@@ -233,8 +230,12 @@ def _check_contents(path: Path, *, overwrite: bool, goes_on: bool) -> None:
         raise NotOurs(path / min(names), Message("runs.holds-other", path=path, name=repr(min(names))))
     if "model" in names and not overwrite and not goes_on:
         raise ConfigError(Message("runs.holds-finished", path=path))
-    there = [path / name for name in sorted(names)]
-    strangers = _strangers(path, RunFiles(path)) if overwrite else list(filter(_is_stranger, there))
+    if overwrite:  # checkpoints may lie on another disk, behind a link of the user's
+        known = {EARLIER, *NEIGHBOURS, *((CHECKPOINTS,) if (path / CHECKPOINTS).is_symlink() else ())}
+        found = [(each, each.relative_to(path).parts[0]) for each in find_strangers(path, RunFiles(path))]
+        strangers = [each for each, name in found if name not in known and not is_lock(name)]
+    else:
+        strangers = [path / name for name in sorted(names) if _is_stranger(path / name)]
     if strangers:
         raise _not_ours(strangers[0])
 
@@ -258,18 +259,6 @@ def _is_stranger(place: Path) -> bool:
         return place.is_symlink() or not place.is_file()
     folders = ("logs", "errors", "plan", "heartbeats", "attempts", "model", *HALF)
     return place.name in folders and (place.is_symlink() or not place.is_dir())
-
-
-def _strangers(path: Path, files: RunFiles) -> list[Path]:
-    """What in a run's folder is somebody else's. Checkpoints may lie on another disk, behind a link of the user's."""
-    known = {EARLIER, *NEIGHBOURS}
-    if (path / CHECKPOINTS).is_symlink():
-        known.add(CHECKPOINTS)
-    return [
-        each
-        for each in find_strangers(path, files)
-        if (name := each.relative_to(path).parts[0]) not in known and not is_lock(name)
-    ]
 
 
 # --- going on from a checkpoint -----------------------------------------------------------------
@@ -399,8 +388,10 @@ def _make_way(path: Path, step: int | None, *, replaces: bool) -> _Before:
     for entry in own:
         if entry.name in HALF:
             _remove(entry, files)
-    events = path / EVENTS
-    size = _end_last_line(events) if EVENTS in stayed else None
+    size = None
+    if EVENTS in stayed:
+        with (path / EVENTS).open("rb+") as file:
+            size = end_last_line(file)
     names = frozenset(each.name for each in newest_first(path))
     return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size, files=files, replaces=replaces)
 
@@ -446,17 +437,6 @@ class _Below:
 
     def has_folder(self, name: str) -> bool:
         return self._files.has_folder(f"{self._folder}/{name}")
-
-
-def _end_last_line(events: Path) -> int:
-    """The length of the file. A last line that its writer did not finish is ended, or the next would be lost too."""
-    with events.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-    return size
 
 
 def _put_back(aside: Path, path: Path) -> None:

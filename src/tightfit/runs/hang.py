@@ -76,26 +76,19 @@ def read_stand(rank: int, log: Path, start: int) -> Stand | None:
             text = file.read(_MOST_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
-    threads = _threads(text)
-    if not threads:
-        return None
-    main = next((each for each in threads if any(map(_is_outermost, each))), threads[-1])
-    writers = [each for each in threads if each is not main and any(_WRITING.search(frame.file) for frame in each)]
-    return Stand(rank=rank, main=main, writer=writers[0] if writers else ())
-
-
-def _is_outermost(frame: Frame) -> bool:
-    return frame.name == "<module>" and _MAIN.search(frame.file) is not None
-
-
-def _threads(text: str) -> list[tuple[Frame, ...]]:
-    threads: list[list[Frame]] = []
+    found: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
-            threads.append([])
-        elif threads and (found := _FRAME.match(line)):
-            threads[-1].append(Frame(file=found["file"], line=int(found["line"]), name=found["name"]))
-    return [tuple(each) for each in threads if each]
+            found.append([])
+        elif found and (at := _FRAME.match(line)):
+            found[-1].append(Frame(file=at["file"], line=int(at["line"]), name=at["name"]))
+    threads = [tuple(each) for each in found if each]
+    if not threads:
+        return None
+    began = [each for each in threads if any(frame.name == "<module>" and _MAIN.search(frame.file) for frame in each)]
+    main = began[0] if began else threads[-1]
+    writers = [each for each in threads if each is not main and any(_WRITING.search(frame.file) for frame in each)]
+    return Stand(rank=rank, main=main, writer=writers[0] if writers else ())
 
 
 def odd_one(stands: Sequence[Stand]) -> int | None:

@@ -300,22 +300,17 @@ def _owner(file: int) -> Owner | None:
     """None: nobody has signed it."""
     for _ in range(5):
         text = os.pread(file, _MOST_BYTES, 0).strip(b"\0\n")
-        if (found := _parse_owner(text)) is not None or not text:
-            return found
-        time.sleep(0.02)  # its holder may be writing
+        if not text:
+            return None
+        with suppress(ValueError):
+            return as_record(parse_json(text), Owner)
+        time.sleep(0.02)  # its holder may be writing, or was killed while it wrote
     return None
 
 
 def _read_path(path: Path) -> Owner | None:
     with _open_lock(path) as file:
         return None if file is None else _owner(file)
-
-
-def _parse_owner(text: bytes) -> Owner | None:
-    try:
-        return as_record(parse_json(text), Owner)
-    except ValueError:  # a run that was killed while it wrote
-        return None
 
 
 def _space() -> str | None:

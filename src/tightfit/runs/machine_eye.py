@@ -1,13 +1,9 @@
-"""`nvidia-smi` that repeats its answer by itself.
-
-Starting the tool anew costs a tenth of a second of a core, most of it the driver's start; repeating costs next to
-nothing. Who is on the cards it tells only when asked anew, so that is done seldom.
-
-This machine, looked at again and again: its cards, and its RAM.
+"""This machine, looked at again and again: its cards, and its RAM.
 
 The makers' tools may take a second to answer, and each answer costs a process or a driver's start. So they are asked
 from a thread of their own, and so seldom that asking takes no more than a small share of a core; what is shown
-meanwhile is the last answer, with its age.
+meanwhile is the last answer, with its age. `nvidia-smi` can repeat its answer by itself for next to nothing, while
+starting it anew costs a tenth of a second of a core. Who is on the cards it tells only when asked anew: seldom.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from types import TracebackType
 
 from tightfit.hardware.machine import free_ram, this_machine
 from tightfit.hardware.probes import PATIENCE_S, TOOLS, ask_tool, probe_cards, with_people
-from tightfit.hardware.probes.card import Card, CardProcess, Cards, together
+from tightfit.hardware.probes.card import Card, Cards, together
 from tightfit.hardware.probes.nvidia import parse_cards, processes, repeating
 from tightfit.hardware.probes.tools import TIMEOUT_S, Silent
 from tightfit.types import HardwareError
@@ -93,15 +89,9 @@ class CardStream:
         if now - self._asked >= PROCESSES_S:
             self._asked = now
             with suppress(Silent):
-                self._people = _people(self._people)
+                apps = processes(time.monotonic() + TIMEOUT_S)
+                self._people = {uuid: tuple(one for own, one in apps if own == uuid) for uuid in self._people}
         return replace(card, processes=self._people.get(card.uuid))
-
-
-def _people(
-    known: dict[str | None, tuple[CardProcess, ...] | None],
-) -> dict[str | None, tuple[CardProcess, ...] | None]:
-    apps = processes(time.monotonic() + TIMEOUT_S)
-    return {uuid: tuple(process for own, process in apps if own == uuid) for uuid in known}
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -196,23 +186,19 @@ class MachineEye:
         )
 
     def _keep_looking(self) -> None:
-        self._keep_reading()
+        # NVIDIA's tool can repeat its answer by itself, until it is ended or breaks off.
+        known = self._seen.cards
+        self._stream = CardStream.start(known.cards, self._interval)
+        if self._stream is not None:
+            for cards in self._stream.rounds():
+                if self._leave.is_set():
+                    break
+                named = tuple(map(with_people, cards))
+                self._seen = CardsSeen(cards=replace(known, cards=named), at=time.monotonic())
+            self._stream.close()
         while not self._leave.wait(self._wait):
             tools = self._seen.cards.tools
             self._seen = self._look(probe_cards if not tools else partial(cards_again, tools))
-
-    def _keep_reading(self) -> None:
-        """NVIDIA's tool can repeat its answer by itself, for next to nothing, until it is ended or breaks off."""
-        known = self._seen.cards
-        self._stream = CardStream.start(known.cards, self._interval)
-        if self._stream is None:
-            return
-        for cards in self._stream.rounds():
-            if self._leave.is_set():
-                break
-            named = tuple(map(with_people, cards))
-            self._seen = CardsSeen(cards=replace(known, cards=named), at=time.monotonic())
-        self._stream.close()
 
     def _look(self, ask: Callable[[], Cards]) -> CardsSeen:
         before = _spent_s()

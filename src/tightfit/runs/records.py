@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import IO, Any, ClassVar, Literal, get_args
 
 from tightfit.formats.plan_folder import PLAN_FILES
 from tightfit.formats.worker.read import AGAIN, WORKER_FILE, parse_worker
@@ -291,12 +291,18 @@ def keep_plan(folder: RunFolder, number: int) -> None:
 def append_event(folder: RunFolder, event: AttemptBegan | AttemptFailed) -> None:
     """A line of the supervisor's own in the run's events, between two attempts. A torn last line is ended first."""
     with suppress(OSError, NotOurs), open_own(folder.events, "ab+") as file:
-        size = file.seek(0, 2)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+        end_last_line(file)
         file.write(attempt_line(event, time.time()).encode())
+
+
+def end_last_line(file: IO[bytes]) -> int:
+    """The length of the file. A last line that its writer did not finish is ended, or the next would be lost too."""
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return size
 
 
 # --- last words ----------------------------------------------------------------------------------
@@ -352,27 +358,30 @@ def write_last_words(run: Path, words: LastWords) -> None:
 
 def read_last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
     """The records of all ranks, of this run alone. Read them before ranks are ended: being ended is no failure."""
-    found = map(_read_words, sorted(errors.glob("rank-*.json")))
-    return tuple(words for words in found if words is not None and words.at >= since)
-
-
-def _read_words(path: Path) -> LastWords | None:
-    """None: a torn file, or none of ours."""
-    tree, rank = find_json(path), path.stem.removeprefix("rank-")
-    if not isinstance(tree, dict) or not rank.isdecimal():
-        return None
-    kind, text, at, phase = tree.get("kind"), tree.get("text"), tree.get("time"), tree.get("phase")
-    if not isinstance(text, str | dict) or isinstance(at, bool) or not isinstance(at, int | float):
-        return None
-    counts = {name: tree.get(name) for name in ("step", "asked", "allocated", "free")}
-    return LastWords(
-        rank=int(rank),
-        kind=clean(kind) if isinstance(kind, str) and kind else "crash",
-        text=read_said(text) or "no reason was given",
-        at=float(at),
-        phase=phase if phase in get_args(PhaseName) else None,
-        **{name: value for name, value in counts.items() if type(value) is int and value >= 0},
-    )
+    found = []
+    for path in sorted(errors.glob("rank-*.json")):
+        tree, rank = find_json(path), path.stem.removeprefix("rank-")
+        if not isinstance(tree, dict) or not rank.isdecimal():  # torn, or none of ours
+            continue
+        kind, text, at, phase = tree.get("kind"), tree.get("text"), tree.get("time"), tree.get("phase")
+        if (
+            not isinstance(text, str | dict)
+            or isinstance(at, bool)
+            or not isinstance(at, int | float)
+            or not at >= since
+        ):
+            continue
+        counts = {name: tree.get(name) for name in ("step", "asked", "allocated", "free")}
+        words = LastWords(
+            rank=int(rank),
+            kind=clean(kind) if isinstance(kind, str) and kind else "crash",
+            text=read_said(text) or "no reason was given",
+            at=float(at),
+            phase=phase if phase in get_args(PhaseName) else None,
+            **{name: value for name, value in counts.items() if type(value) is int and value >= 0},
+        )
+        found.append(words)
+    return tuple(words for words in found if words.at >= since)
 
 
 # --- the plan ------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
-"""Which rank failed first, and what it said.
+"""One run from its first process to its last: start, follow, stop, end, and say how it ended.
+
+The first signal asks the ranks to save a checkpoint at their next step and to leave by themselves, which takes as long
+as a step and a save; the run is followed meanwhile. The second one ends them.
 
 When one rank fails the others fail after it, with errors about lost connections that say nothing. A rank that leaves
 in distress writes `errors/rank-N.json` with the moment; one that was killed writes nothing, and the moment at which it
 was found ended stands for it. Words about a lost neighbour come last, whenever they were said.
-
-One run from its first process to its last: start, follow, stop, end, and say how it ended.
-
-The first signal asks the ranks to save a checkpoint at their next step and to leave by themselves, which takes as long
-as a step and a save; the run is followed meanwhile. The second one ends them.
 """
 
 from __future__ import annotations

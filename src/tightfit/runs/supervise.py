@@ -1,14 +1,12 @@
-"""What follows from a failure: nothing, the same again, or the least change that may help.
-
-Pure: from the verdict, the records of all attempts and what the user allows, to a decision. Carrying it out may show
-that it cannot be done, and then the run stops with the reason.
-
-The loop that starts again, whoever trains: stay until it ends, see why it failed, change the least that may help.
+"""The loop that starts again, whoever trains: stay until it ends, see why it failed, change the least that may help.
 
 Nothing is tried again inside a process that has failed: every attempt is a fresh start that resumes from the newest
 whole checkpoint, as before or computed in another way. What that means differs between our own worker (`own.py`) and
 somebody else's command (`external/trainer.py`): how it is started and watched, where its checkpoints lie, how it needs
 less memory, how it resumes. Those are the two `Trainer`s; attempts, decisions, waiting and records are here.
+
+What follows from a failure is decided from the verdict, the records of all attempts and what the user allows. Carrying
+it out may show that it cannot be done, and then the run stops with the reason.
 """
 
 from __future__ import annotations

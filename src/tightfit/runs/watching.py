@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ LINES = 200
 AGAIN_S = 10.0
 """Between two searches for the processes of the ranks."""
 _LOG = re.compile(r"(rank-\d+|launcher)\.log")
+_SIZES = re.compile(r"^(VmRSS|VmHWM):\s*(\d+)", re.MULTILINE)
 
 
 def damaged(run: Path) -> tuple[Path, ...]:
@@ -131,22 +133,15 @@ class RankEye:
         self._searched = -AGAIN_S
 
     def _read(self) -> tuple[Rank, ...]:
-        return tuple(rank for known in self._known if (rank := _rank(known)) is not None)
-
-
-def _rank(known: RankProcess) -> Rank | None:
-    try:
-        text = (PROC / str(known.pid) / "status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    sizes = {"VmRSS": 0, "VmHWM": 0}
-    for line in text.splitlines():
-        name, _, rest = line.partition(":")
-        if name in sizes:
-            sizes[name] = int(rest.split()[0]) * 1024
-    if not sizes["VmRSS"]:  # it has ended, and nobody has taken notice yet
-        return None
-    return Rank(name=known.name, pid=known.pid, now_bytes=sizes["VmRSS"], peak_bytes=sizes["VmHWM"])
+        found = []
+        for known in self._known:
+            with suppress(OSError):
+                text = (PROC / str(known.pid) / "status").read_text(encoding="ascii", errors="replace")
+                sizes = {name: int(size) * 1024 for name, size in _SIZES.findall(text)}
+                if now := sizes.get("VmRSS"):  # none: it has ended, and nobody has taken notice yet
+                    peak = sizes.get("VmHWM", 0)
+                    found.append(Rank(name=known.name, pid=known.pid, now_bytes=now, peak_bytes=peak))
+        return tuple(found)
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -256,7 +251,15 @@ class RunEye:
                 self._oom = causes[-1].sentence
                 self._oom_is_last = self._attempts[-1].cause is causes[-1]
         ended, well = self._ending(record, lives)
-        worker = self._read_plan()
+        # another attempt may have another plan
+        plan = RunFolder(self.folder).plan
+        mark = _mark(plan / WORKER_FILE)
+        if self._plan is None or self._plan[0] != mark:
+            self._plan = mark, find_worker_file(plan)
+        worker = self._plan[1]
+        quiet_s = None
+        with suppress(OSError):
+            quiet_s = max(0.0, time.time() - RunFolder(self.folder).events.stat().st_mtime)
         broken = damaged(self.folder) if record is None or worker is None or self._damaged or not self._looked else ()
         self._damaged, self._looked = broken, True
         return RunSeen(
@@ -276,7 +279,7 @@ class RunEye:
             oom_is_last=self._oom_is_last,
             ended=ended,
             well=well,
-            quiet_s=self._quiet_s(),
+            quiet_s=quiet_s,
         )
 
     def _add(self, event: Event) -> None:
@@ -303,28 +306,14 @@ class RunEye:
         if line[0]:
             self._lines.append(line)
 
-    def _read_plan(self) -> WorkerFile | None:
-        """Another attempt may have another plan."""
-        path = RunFolder(self.folder).plan / WORKER_FILE
-        mark = _mark(path)
-        if self._plan is None or self._plan[0] != mark:
-            self._plan = mark, find_worker_file(path.parent)
-        return self._plan[1]
-
-    def _quiet_s(self) -> float | None:
-        try:
-            return max(0.0, time.time() - RunFolder(self.folder).events.stat().st_mtime)
-        except OSError:
-            return None
-
     def _ending(self, record: RunRecord | None, lives: bool | None) -> tuple[Message | None, bool]:
         """How it ended, and whether that is well."""
         if record is None:  # a worker that another launcher started, or another trainer, whose record comes at its end
             if self._tally.ended is not None:
                 return Message("runs.it-ended", how=self._tally.ended.reason), True
-            if self._attempts and _is_last(self._attempts[-1]):
-                state = self._attempts[-1].state
-                return Message("runs.last-attempt-ended", how=state), state in ("done", "stopped")
+            last = self._attempts[-1] if self._attempts else None
+            if last is not None and last.ended is not None and (last.next is None or last.next.action == "stop"):
+                return Message("runs.last-attempt-ended", how=last.state), last.state in ("done", "stopped")
             return None, True
         if lives is not False:
             return None, True
@@ -340,11 +329,6 @@ class RunEye:
         }.get(record.state, Message("runs.it-ended", how=record.state))
         code = "" if record.exit_code in (None, 0) else Message("runs.with-exit-code", code=record.exit_code)
         return Message("runs.ended", how=how, at=at, code=code), record.state in ("done", "stopped")
-
-
-def _is_last(record: AttemptRecord) -> bool:
-    """Whether no other attempt follows."""
-    return record.ended is not None and (record.next is None or record.next.action == "stop")
 
 
 def _mark(path: Path) -> int:
@@ -414,10 +398,16 @@ class Watcher:
         if host.free_bytes is not None:
             self._host_free.append((now, host.free_bytes))
         own = self._own(run, seen.cards.cards)
-        cards = tuple(self._card(card, run if card.index in own else None) for card in seen.cards.cards)
+        cards = []
+        for card in seen.cards.cards:
+            if card.used_bytes is not None:
+                self._peaks[card.index] = max(card.used_bytes, self._peaks.get(card.index, 0))
+            worker = run.worker if run is not None and card.index in own else None
+            planned = None if worker is None else worker.required_bytes
+            cards.append(CardSeen(card=card, peak_bytes=self._peaks.get(card.index), planned_bytes=planned))
         return Look(
             at=time.time(),
-            cards=cards,
+            cards=tuple(cards),
             cards_age_s=now - seen.at,
             host=host,
             run=run,
@@ -425,12 +415,6 @@ class Watcher:
             health=self._health(cards, own, host, run),
             problems=seen.cards.problems,
         )
-
-    def _card(self, card: Card, run: RunSeen | None) -> CardSeen:
-        if card.used_bytes is not None:
-            self._peaks[card.index] = max(card.used_bytes, self._peaks.get(card.index, 0))
-        planned = None if run is None or run.worker is None else run.worker.required_bytes
-        return CardSeen(card=card, peak_bytes=self._peaks.get(card.index), planned_bytes=planned)
 
     def _own(self, run: RunSeen | None, cards: tuple[Card, ...]) -> frozenset[int]:
         """The cards that the run is on: as it has reserved them, else as its processes sit there."""
@@ -445,7 +429,7 @@ class Watcher:
             or any(process.pid in pids for process in card.processes or ())
         )
 
-    def _health(self, cards: tuple[CardSeen, ...], own: frozenset[int], host: Host, run: RunSeen | None) -> Health:
+    def _health(self, cards: Sequence[CardSeen], own: frozenset[int], host: Host, run: RunSeen | None) -> Health:
         ram = Held(name=Message("runs.host-ram"), used_bytes=host.used_bytes, total_bytes=host.total_bytes)
         held = {
             each.card.index: Held(
@@ -455,7 +439,11 @@ class Watcher:
         }
         planned = None if run is None else run.planned
         on_cpu = not held or (planned is not None and not planned.on_gpu)
-        oom, is_last = self._oom(run)
+        oom, is_last, kills = None, False, oom_kills()
+        if run is not None and run.oom is not None:
+            oom, is_last = run.oom, run.oom_is_last or (run.ended is not None and not run.well)
+        elif kills is not None and self._kills is not None and kills > self._kills:
+            oom, is_last = Message("runs.kernel-killed"), True
         found = judge_health(
             Seen(
                 memories=(ram,) if on_cpu else tuple(held.values()),
@@ -472,25 +460,11 @@ class Watcher:
         if run is None or run.ended is not None:
             # Of what is over nothing is to be feared any more; of a machine only what its memories hold is said.
             return found if run is None else Health(lights=found.lights, warnings=())
-        quiet = _quiet(run)
-        return found if quiet is None else Health(lights=found.lights, warnings=(*found.warnings, quiet))
-
-    def _oom(self, run: RunSeen | None) -> tuple[Said | None, bool]:
-        if run is not None and run.oom is not None:
-            return run.oom, run.oom_is_last or (run.ended is not None and not run.well)
-        now = oom_kills()
-        if now is not None and self._kills is not None and now > self._kills:
-            return Message("runs.kernel-killed"), True
-        return None, False
-
-
-def _quiet(run: RunSeen) -> Message | None:
-    if run.quiet_s is None or run.step is None:
-        return None
-    usual = max(QUIET_S, QUIET_STEPS * (run.step.step_s or 0.0))
-    if run.quiet_s < usual:
-        return None
-    return Message("runs.nothing-heard", time=duration(run.quiet_s), step=duration(run.step.step_s or 0))
+        step_s = 0.0 if run.step is None else run.step.step_s or 0.0
+        if run.step is None or run.quiet_s is None or run.quiet_s < max(QUIET_S, QUIET_STEPS * step_s):
+            return found
+        quiet = Message("runs.nothing-heard", time=duration(run.quiet_s), step=duration(step_s))
+        return Health(lights=found.lights, warnings=(*found.warnings, quiet))
 
 
 def planned_rank_bytes(planned: PlannedMemory | None, run: RunSeen) -> int | None:
