@@ -9,16 +9,14 @@
 A folder without a manifest that agrees with its files is no checkpoint. The manifest carries a hash of itself. A file's
 bytes are hashed in the spans in which ranks wrote them, so nobody had to read the file again; together they cover it.
 
-The checkpoints of a run as a person asks about them: which there are, which are whole, and which may go.
+Those that DeepSpeed wrote for another program:
 
-Checkpoints that DeepSpeed wrote for another program, as they lie on disk:
-
-output/                     or output/checkpoint-500, as transformers' Trainer has it
-    latest                  the name of the newest below
-    zero_to_fp32.py
-    global_step500/
-        *_model_states.pt   names and shapes, and up to stage 2 the weights
-        *_optim_states.pt   one a rank: its part of the fp32 weights and of the moments
+    output/                     or output/checkpoint-500, as transformers' Trainer has it
+        latest                  the name of the newest below
+        zero_to_fp32.py
+        global_step500/
+            *_model_states.pt   names and shapes, and up to stage 2 the weights
+            *_optim_states.pt   one a rank: its part of the fp32 weights and of the moments
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -476,29 +475,26 @@ def run_of(path: Path) -> Path:
 
 def inventory(run: Path) -> Inventory:
     """What there is. Quick: files are counted and not read."""
-    found = filter(None, map(_look_at, newest_first(run)))
+    found = []
+    for folder in newest_first(run):
+        one = FoundCheckpoint(folder=folder, step=step_of(folder) or 0, bytes=0)
+        try:
+            manifest = checked(folder)
+            maker = _maker(read_state(folder))
+            one = replace(one, bytes=manifest.bytes, written=manifest.written, maker=maker)
+        except Torn as error:
+            if not folder.exists():  # a run that lives has just removed it
+                continue
+            # With as much as can still be said of it.
+            with suppress(Torn):
+                one = replace(one, written=read_manifest(folder).written)
+            with suppress(Torn):
+                one = replace(one, maker=_maker(read_state(folder)))
+            certain = not isinstance(error, Unknown)
+            one = replace(one, bytes=size_of(folder), problem=error.said, certain=certain)
+        found.append(one)
     half = tuple(Orphan(path=path, bytes=size_of(path)) for path in orphans(run))
     return Inventory(run=run, checkpoints=tuple(found), orphans=half)
-
-
-def _look_at(folder: Path) -> FoundCheckpoint | None:
-    """None: a run that lives has just removed it."""
-    step = step_of(folder) or 0
-    try:
-        manifest = checked(folder)
-        maker = _maker(read_state(folder))
-    except Torn as error:
-        # with as much as can still be said of it
-        found = FoundCheckpoint(folder=folder, step=step, bytes=0)
-        if not found.folder.exists():
-            return None
-        with suppress(Torn):
-            found = replace(found, written=read_manifest(found.folder).written)
-        with suppress(Torn):
-            found = replace(found, maker=_maker(read_state(found.folder)))
-        size = size_of(found.folder)
-        return replace(found, bytes=size, problem=error.said, certain=not isinstance(error, Unknown))
-    return FoundCheckpoint(folder=folder, step=step, bytes=manifest.bytes, written=manifest.written, maker=maker)
 
 
 def _maker(state: Mapping[str, Any]) -> Maker:
@@ -516,19 +512,18 @@ def _maker(state: Mapping[str, Any]) -> Maker:
 
 def verified(there: Inventory, progress: Callable[[FoundCheckpoint, int], None]) -> Inventory:
     """The same, with every byte of what seemed whole hashed again; `progress` hears of each and of its bytes done."""
-    judged = (found if found.problem is not None else _verify_one(found, progress) for found in there.checkpoints)
-    return replace(there, checkpoints=tuple(filter(None, judged)))
-
-
-def _verify_one(found: FoundCheckpoint, progress: Callable[[FoundCheckpoint, int], None]) -> FoundCheckpoint | None:
-    try:
-        spans = spans_of(read_manifest(found.folder))
-        verify(found.folder, spans, lambda done: progress(found, done))
-    except Torn as error:
-        if not found.folder.exists():
-            return None
-        return replace(found, problem=error.said, certain=not isinstance(error, Unknown))
-    return replace(found, verified=True)
+    judged = []
+    for found in there.checkpoints:
+        if found.problem is not None:
+            judged.append(found)
+            continue
+        try:
+            verify(found.folder, spans_of(read_manifest(found.folder)), partial(progress, found))
+            judged.append(replace(found, verified=True))
+        except Torn as error:
+            if found.folder.exists():
+                judged.append(replace(found, problem=error.said, certain=not isinstance(error, Unknown)))
+    return replace(there, checkpoints=tuple(judged))
 
 
 # --- which go ------------------------------------------------------------------------------------
@@ -607,10 +602,9 @@ def states_folder(folder: Path) -> Path | None:
             named = folder / Path(file.read(256).strip()).name
         if named != folder and any(named.glob("*_states.pt")):
             return named
-    steps = [path for path in folder.glob("global_step*") if path.is_dir() and any(path.glob("*_states.pt"))]
-    return max(steps, key=_step, default=None)
-
-
-def _step(path: Path) -> int:
-    digits = path.name.removeprefix("global_step")
-    return int(digits) if digits.isdigit() else -1
+    steps = {}
+    for path in folder.glob("global_step*"):
+        if path.is_dir() and any(path.glob("*_states.pt")):
+            digits = path.name.removeprefix("global_step")
+            steps[path] = int(digits) if digits.isdigit() else -1
+    return max(steps, key=steps.__getitem__, default=None)

@@ -110,26 +110,14 @@ def runs_below(places: Iterable[Path]) -> list[Path]:
                 budget -= 1
                 if budget < 0:
                     return list(found)
-                if _is_run(folder):
+                if read_run(folder) is not None:
                     found[folder] = None
-                else:
-                    below += _folders(folder)
+                    continue
+                with suppress(OSError), os.scandir(folder) as entries:
+                    inside = [each for each in entries if each.is_dir(follow_symlinks=False) and each.name[0] != "."]
+                    below += sorted(Path(each.path) for each in inside)
             level = below
     return list(found)
-
-
-def _is_run(folder: Path) -> bool:
-    return read_run(folder) is not None
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                Path(each.path) for each in entries if each.is_dir(follow_symlinks=False) and each.name[0] != "."
-            )
-    except OSError:
-        return []
 
 
 def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> Found:
@@ -141,7 +129,8 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
     # Runs that have reserved something, wherever they lie.
     entries = (find_record(path, Reservation) for path in _glob(cache / "reservations", "*.json"))
     folders = [Path(entry.folder) for entry in entries if entry is not None]
-    reserved = [Path(os.path.realpath(folder)) for folder in folders if folder.is_absolute() and _is_run(folder)]
+    folders = [folder for folder in folders if folder.is_absolute() and read_run(folder) is not None]
+    reserved = [Path(os.path.realpath(folder)) for folder in folders]
     for run in dict.fromkeys([*runs_below(places), *reserved]):
         try:
             one = _dead(run)
@@ -163,19 +152,8 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
         if (lock := run / LOCK).exists():
             found.append(_thing("lock", lock, Message("runs.its-run-ended"), run=run))
     found += _search_cache(cache, caches=caches and not live)
-    found, others = _apart(found)
-    going = frozenset(each.pid for each in found if each.pid is not None)
-    found += _segments(dead, going)
-    return Found(
-        leftovers=tuple(sorted(found, key=lambda each: ORDER.index(each.kind))),
-        live=tuple(live),
-        unsure=(*unsure, *others),
-    )
-
-
-def _apart(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Message]]:
-    """What is ours throughout, and a sentence about each thing that is not."""
-    ours, others = list[Leftover](), list[Message]()
+    # What is ours throughout, and a sentence about each thing that is not.
+    ours: list[Leftover] = []
     for each in found:
         strangers: list[Path] = []
         if each.path is not None and each.names:
@@ -185,10 +163,13 @@ def _apart(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Message]]:
         if not strangers:
             ours.append(each)
         elif strangers[0] == each.path:
-            others.append(Message("runs.not-ours", path=each.path))
+            unsure.append(Message("runs.not-ours", path=each.path))
         else:
-            others.append(Message("runs.not-ours-so-stays", path=strangers[0], folder=each.path))
-    return ours, others
+            unsure.append(Message("runs.not-ours-so-stays", path=strangers[0], folder=each.path))
+    going = frozenset(each.pid for each in ours if each.pid is not None)
+    ours += _segments(dead, going)
+    ours.sort(key=lambda each: ORDER.index(each.kind))
+    return Found(leftovers=tuple(ours), live=tuple(live), unsure=tuple(unsure))
 
 
 def _dead(run: Path) -> DeadRun | None:

@@ -111,7 +111,15 @@ def line_of(event: Event) -> tuple[Said, str]:
             return Message("runs.proved", said=said), ""
         return Message("runs.not-proved", said=said), "bold red"
     if isinstance(event, MemoryMark):
-        return _memory_line(event), ""
+        # On a GPU beside the plan; on the CPU what the whole process holds, of which a plan of tensors says nothing.
+        name = MILESTONES.get(event.milestone, event.milestone)
+        if event.measured_bytes is None:
+            held = event.host_bytes
+            return "" if held is None else Message("runs.held-ram", name=name, size=size_words(held)), ""
+        measured = size_words(event.measured_bytes)
+        if event.predicted_bytes is None:
+            return Message("runs.held-memory", name=name, size=measured), ""
+        return Message("runs.held-planned", name=name, size=measured, planned=size_words(event.predicted_bytes)), ""
     if isinstance(event, Probe):
         took = "" if event.seconds is None else Message("runs.in-time", time=duration(event.seconds))
         peak = "" if event.peak_bytes is None else Message("runs.with-peak", size=size_words(event.peak_bytes))
@@ -194,19 +202,6 @@ def action_words(action: str) -> Said:
         "older checkpoint": Message("runs.older-checkpoint"),
         "stop": Message("runs.stop"),
     }.get(action, action)
-
-
-def _memory_line(event: MemoryMark) -> Said:
-    """On a GPU beside the plan; on the CPU what the whole process holds, which a plan of tensors says nothing about."""
-    name = MILESTONES.get(event.milestone, event.milestone)
-    if event.measured_bytes is None:
-        if event.host_bytes is None:
-            return ""
-        return Message("runs.held-ram", name=name, size=size_words(event.host_bytes))
-    measured = size_words(event.measured_bytes)
-    if event.predicted_bytes is None:
-        return Message("runs.held-memory", name=name, size=measured)
-    return Message("runs.held-planned", name=name, size=measured, planned=size_words(event.predicted_bytes))
 
 
 def step_line(step: Step, predicted_bytes: int) -> str:

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from tightfit.hardware.machine import free_ram, this_machine
 from tightfit.hardware.probes import PATIENCE_S, TOOLS, ask_tool, probe_cards, with_people
@@ -65,7 +64,13 @@ class CardStream:
                     return
                 found[card.index] = card
             if len(found) == self._count:
-                yield tuple(self._with_people(found[index]) for index in sorted(found))
+                if time.monotonic() - self._asked >= PROCESSES_S:
+                    self._asked = time.monotonic()
+                    with suppress(Silent):
+                        apps = processes(time.monotonic() + TIMEOUT_S)
+                        self._people = {uuid: tuple(one for own, one in apps if own == uuid) for uuid in self._people}
+                cards = (found[index] for index in sorted(found))
+                yield tuple(replace(card, processes=self._people.get(card.uuid)) for card in cards)
                 found = {}
 
     def _lines(self) -> Iterator[str]:
@@ -83,15 +88,6 @@ class CardStream:
         if self._process.stdout is not None:
             with suppress(OSError):
                 self._process.stdout.close()
-
-    def _with_people(self, card: Card) -> Card:
-        now = time.monotonic()
-        if now - self._asked >= PROCESSES_S:
-            self._asked = now
-            with suppress(Silent):
-                apps = processes(time.monotonic() + TIMEOUT_S)
-                self._people = {uuid: tuple(one for own, one in apps if own == uuid) for uuid in self._people}
-        return replace(card, processes=self._people.get(card.uuid))
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -158,9 +154,7 @@ class MachineEye:
         threading.Thread(target=self._keep_looking, name="tightfit-cards", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Not joined: it may be within a tool that does not answer, and ends with this process.
         self._leave.set()
         if self._stream is not None:

@@ -30,7 +30,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from tightfit.inputs.surroundings import inherited
@@ -239,9 +238,7 @@ class Guard:
             os.close(read)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._write is not None
         os.close(self._write)
         if self._process is not None:

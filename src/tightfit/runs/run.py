@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from tightfit.messages import Message, Said
@@ -91,8 +90,10 @@ def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Seq
     elif gone.code >= 0:
         sentence = Message("runs.exited", who=who, code=gone.code)
     else:
-        id_ = "runs.killed" if -gone.code == signal.SIGKILL else "runs.crashed"
-        sentence = Message(id_, who=who, signal=_signal_name(-gone.code))
+        id_, name = "runs.killed" if -gone.code == signal.SIGKILL else "runs.crashed", f"signal {-gone.code}"
+        with suppress(ValueError):  # one without a name
+            name = signal.Signals(-gone.code).name
+        sentence = Message(id_, who=who, signal=name)
     return _failure(gone.start.rank, gone.start, sentence, is_users=is_users, is_disk_full=is_disk_full)
 
 
@@ -131,13 +132,6 @@ def _last_lines(log: Path, most_bytes: int) -> tuple[str, ...]:
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
     plain = ["".join(letter if letter.isprintable() else " " for letter in line).rstrip() for line in lines]
     return tuple(line[:400] for line in plain if line)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -192,17 +186,14 @@ class Signals:
         if threading.current_thread() is threading.main_thread():  # nobody else may
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-                    self._before[number] = signal.signal(number, self._note)
+                    self._before[number] = signal.signal(
+                        number, lambda which, _: self.caught.append((which, time.monotonic()))
+                    )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.caught.append((number, time.monotonic()))
 
     @property
     def times(self) -> int:
