@@ -364,12 +364,7 @@ def read_last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
         if not isinstance(tree, dict) or not rank.isdecimal():  # torn, or none of ours
             continue
         kind, text, at, phase = tree.get("kind"), tree.get("text"), tree.get("time"), tree.get("phase")
-        if (
-            not isinstance(text, str | dict)
-            or isinstance(at, bool)
-            or not isinstance(at, int | float)
-            or not at >= since
-        ):
+        if not isinstance(text, str | dict) or isinstance(at, bool) or not isinstance(at, int | float):
             continue
         counts = {name: tree.get(name) for name in ("step", "asked", "allocated", "free")}
         words = LastWords(
