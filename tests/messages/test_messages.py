@@ -91,6 +91,21 @@ def test_a_message_is_given_the_fields_of_its_text() -> None:
     assert not wrong
 
 
+def test_a_note_of_lint_is_given_the_fields_of_what_it_says_and_its_fix_needs_none() -> None:
+    texts, checked, wrong = known(), 0, []
+    for path in sorted(PACKAGE.glob("formats/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "note":
+                what, fix = node.args[2:]
+                given = {word.arg for word in node.keywords}
+                fits = isinstance(what, ast.Constant) and texts.get(str(what.value)) == given
+                fits = fits and not (isinstance(fix, ast.Constant) and texts.get(str(fix.value)) != set())
+                wrong += [] if fits else [(path.name, node.lineno)]
+                checked += 1
+    assert checked
+    assert not wrong
+
+
 def test_a_message_in_a_message_is_in_the_same_language() -> None:
     close = Message("model.did-you-mean", close="mamba")
     message = Message("model.unknown-activation", key="hidden_act", value="'x'", hint=close)

@@ -35,8 +35,7 @@ def examine(path: Path, target: Target | None = None, *, kind: str | None = None
     if NOT_FINITE in dialect.rules and _check_finite(sheet):
         return _report(dialect, sheet)
     if JSON_COMMENTS in dialect.rules and document.syntax == "hjson":
-        what = Message("lint.json-comments")
-        sheet.say("json-comments", "", what, document.json_remedy)
+        sheet.say("json-comments", "", Message("lint.json-comments"), document.json_remedy)
     return _report(dialect, sheet, dialect.check(sheet))
 
 
@@ -64,7 +63,7 @@ def _check_finite(sheet: Sheet) -> bool:
     """Whether numbers were found with which nothing can be computed: no other rule has to reckon with them."""
     for place, value in walk(sheet.document.values):
         if isinstance(value, float) and not math.isfinite(value):
-            sheet.say("not-finite", place, Message("lint.not-finite", value=value), Message("lint.write-finite"))
+            sheet.note("not-finite", place, "lint.not-finite", "lint.write-finite", value=value)
     return bool(sheet.found)
 
 

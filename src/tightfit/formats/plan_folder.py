@@ -41,7 +41,10 @@ def write(files: Mapping[str, str], folder: Path, force: bool, *, flag: str = "-
     listed = {} if RECORD in files else {LIST: json.dumps({"schema": SCHEMA, "files": sorted(files)}) + "\n"}
     try:
         _check({**listed, **files}, folder, force)
-        made = _make(folder)
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        for place in reversed(missing):
+            place.mkdir(exist_ok=True)
+            made.insert(0, place)
         _write({**listed, **files}, folder)
         return [folder / name for name in files]
     except OSError as error:
@@ -90,20 +93,6 @@ def _read(path: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {}
 
 
-def _make(folder: Path) -> list[Path]:
-    """Create the folder; those that were missing, the innermost first."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    made: list[Path] = []
-    try:
-        for place in reversed(missing):
-            place.mkdir(exist_ok=True)
-            made.insert(0, place)
-    except OSError:
-        _unmake(made)
-        raise
-    return made
-
-
 def _unmake(made: list[Path]) -> None:
     for place in made:
         try:
@@ -122,20 +111,17 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
     try:
         (staging / "old").mkdir()
         for name, text in files.items():
-            _stage(staging / name, text)
+            path = staging / name
+            with path.open("xb") as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            if path.suffix in EXECUTABLE:
+                mode = path.stat().st_mode
+                path.chmod(mode | (mode & 0o444) >> 2)  # executable for those who may read it
         _move(files, folder, staging)
     finally:
         remove_folder(staging, staged)
-
-
-def _stage(path: Path, text: str) -> None:
-    with path.open("xb") as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    if path.suffix in EXECUTABLE:
-        mode = path.stat().st_mode
-        path.chmod(mode | (mode & 0o444) >> 2)  # executable for those who may read it
 
 
 def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
@@ -146,12 +132,21 @@ def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
             files, key=lambda name: name not in (RECORD, LIST)
         ):  # from then on the others are known as ours
             if name in known:
-                _keep(folder / name, staging / "old" / name)
+                # a second name for what is about to be replaced; a copy where the file system has no second names
+                try:
+                    os.link(folder / name, staging / "old" / name)
+                except OSError:
+                    shutil.copy2(folder / name, staging / "old" / name)
                 os.replace(staging / name, folder / name)
             else:
                 move_file(staging / name, folder / name)
             moved.append(name)
-        _sync(folder)
+        # a rename is on disk when its folder is
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except BaseException:
         for name in reversed(moved):
             old = staging / "old" / name
@@ -160,20 +155,3 @@ def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
             else:
                 (folder / name).unlink(missing_ok=True)
         raise
-
-
-def _keep(path: Path, aside: Path) -> None:
-    """A second name for what is about to be replaced; a copy where the file system has no second names."""
-    try:
-        os.link(path, aside)
-    except OSError:
-        shutil.copy2(path, aside)
-
-
-def _sync(folder: Path) -> None:
-    """A rename is on disk when its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -25,10 +25,15 @@ from tightfit.priced import GIB, amounts, billions, strategy_name, training_word
 def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, Said] | None = None) -> str:
     """The reasons of a plan. `left_out` says for each file that could not be written why not."""
     require_way(plan)
+    # what is said nowhere else on the page
+    elsewhere = {*_assumptions(plan), *plan.unproven, *untrained(plan.job)}
     sections = (
         _title(plan, target),
         _changes(plan),
-        _bullets(text("planfile.why"), _reasons(plan)),
+        _bullets(
+            text("planfile.why"),
+            [said for said in plan.because if said not in elsewhere and id_of(said) != "plan.changes-training"],
+        ),
         _alternatives(plan),
         _start(plan, target, files),
         _files(plan, target, files, left_out or {}),
@@ -195,12 +200,6 @@ def _environment(plan: Plan, target: Target) -> Iterator[str]:
     for variable in environment(plan, target):
         value = unset if variable.unset else left_out if variable.value is None else f"`{variable.value}`"
         yield f"| `{variable.name}` | {value} | {_cell(variable.reason)} |"
-
-
-def _reasons(plan: Plan) -> list[Said]:
-    """What is said nowhere else on the page."""
-    elsewhere = {*_assumptions(plan), *plan.unproven, *untrained(plan.job)}
-    return [said for said in plan.because if said not in elsewhere and id_of(said) != "plan.changes-training"]
 
 
 def _assumptions(plan: Plan) -> Iterable[Said]:

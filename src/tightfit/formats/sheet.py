@@ -59,8 +59,12 @@ class Sheet:
             return None
         return value
 
+    def note(self, rule: str, place: str, what: str, fix: str | Message, /, **fields: object) -> None:
+        """Note a finding: `what` is the id of a message, which takes the fields; `fix` an id too, or a message."""
+        self.say(rule, place, Message(what, **fields), Message(fix) if isinstance(fix, str) else fix)
+
     def say(self, rule: str, place: str, what: Said, fix: Said) -> None:
-        """Note a finding. `what` and `fix` are sentences without their full stops."""
+        """Likewise, of messages that are made already. `what` and `fix` are sentences without their full stops."""
         inner = self.document.within
         self.found.append(
             Finding(
@@ -91,3 +95,11 @@ def say_fault(sheet: Sheet, rule: str, error: UserError, otherwise: Said) -> Non
     """Note it on the sheet. `otherwise`: the fix where the error names none."""
     what, fix = part_fault(error)
     sheet.say(rule, error.at, what, fix or otherwise)
+
+
+DELETE, KEEP_ONE = Message("lint.delete"), Message("lint.keep-one")
+
+
+def propose(what: object) -> Message:
+    """The fix that is something else to write; None: there is nothing, so that it is to be deleted."""
+    return DELETE if what is None else Message("lint.write", what=what)

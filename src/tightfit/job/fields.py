@@ -345,28 +345,25 @@ def _mend_block(values: Mapping[str, Any], prefix: str, source: Source, said: li
 def _mend(value: Any, takes: Takes) -> Any:
     """The same value, or the one that it can only have meant."""
     if takes.kind in ("integer", "number"):
-        return _mend_number(value, whole=takes.kind == "integer")
+        whole = takes.kind == "integer"
+        number = value
+        if isinstance(value, str):
+            share = value.strip().endswith("%") and not whole
+            number = as_number(value.strip().removesuffix("%") if share else value)
+            number = number / 100 if share and number is not None else number
+        if number is None or isinstance(number, bool) or not isinstance(number, int | float):
+            return value
+        if math.isnan(number) or abs(number) > LARGEST:
+            return value
+        if whole and isinstance(number, float):
+            return int(number) if number.is_integer() else value
+        return number
     if takes.kind == "words" and isinstance(value, str):
         by_fold = {_fold(word): word for word in takes.words}
         return by_fold.get(_fold(value), value.lower() if "layers:K" in takes.words else value)
     if takes.kind == "list":
         return _mend_list(value, takes)
     return value
-
-
-def _mend_number(value: Any, *, whole: bool) -> Any:
-    number = value
-    if isinstance(value, str):
-        share = value.strip().endswith("%") and not whole
-        number = as_number(value.strip().removesuffix("%") if share else value)
-        number = number / 100 if share and number is not None else number
-    if number is None or isinstance(number, bool) or not isinstance(number, int | float):
-        return value
-    if math.isnan(number) or abs(number) > LARGEST:
-        return value
-    if whole and isinstance(number, float):
-        return int(number) if number.is_integer() else value
-    return number
 
 
 def _mend_list(value: Any, takes: Takes) -> Any:

@@ -291,7 +291,24 @@ def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
     else:
         hardware = parse_hardware(machine.gpus or "", **sizes)
     hardware = _fewer(hardware, machine.gpu_ids, num_gpus)
-    return _cap(hardware, job)
+    # no more of each card and of the RAM than the limits allow
+    because = list(hardware.because)
+    gpu, ram = hardware.gpu, hardware.host_ram_bytes
+    if (size := job.limits.gpu_memory) is not None:
+        most = parse_size(size)
+        if most < gpu.memory_bytes:
+            because.append(Message("job.card-capped", size=size, card=gpu.name))
+            gpu = replace(gpu, memory_bytes=most)
+        else:
+            because.append(Message("job.card-not-capped", size=size))
+    if (size := job.limits.host_ram) is not None:
+        most = parse_size(size)
+        if ram is None or most < ram:
+            because.append(Message("job.ram-capped", size=size))
+            ram = most
+        else:
+            because.append(Message("job.ram-not-capped", size=size))
+    return replace(hardware, gpu=gpu, host_ram_bytes=ram, because=tuple(because))
 
 
 def timeout_s(text: str) -> int:
@@ -338,27 +355,6 @@ def _fewer(hardware: Hardware, ids: tuple[int, ...] | None, num_gpus: int | None
     if ids is not None:
         which = Message("job.gpus-used-by-number", numbers=Listing(map(str, ids)), there=there)
     return replace(hardware, gpus_per_node=count, because=(*hardware.because, which))
-
-
-def _cap(hardware: Hardware, job: Job) -> Hardware:
-    """No more of each card and of the RAM than the limits allow."""
-    because = list(hardware.because)
-    gpu, ram = hardware.gpu, hardware.host_ram_bytes
-    if (size := job.limits.gpu_memory) is not None:
-        most = parse_size(size)
-        if most < gpu.memory_bytes:
-            because.append(Message("job.card-capped", size=size, card=gpu.name))
-            gpu = replace(gpu, memory_bytes=most)
-        else:
-            because.append(Message("job.card-not-capped", size=size))
-    if (size := job.limits.host_ram) is not None:
-        most = parse_size(size)
-        if ram is None or most < ram:
-            because.append(Message("job.ram-capped", size=size))
-            ram = most
-        else:
-            because.append(Message("job.ram-not-capped", size=size))
-    return replace(hardware, gpu=gpu, host_ram_bytes=ram, because=tuple(because))
 
 
 # --- what shows between fields ------------------------------------------------------------------

@@ -144,33 +144,6 @@ class _Translation:
         if num_gpus is not None and num_gpus > MAX_GPUS_PER_NODE:
             raise self.top.wrong("num_gpus", Message("inputs.at-most", most=MAX_GPUS_PER_NODE))
         self._model()
-        self._fields()
-        self._switches()
-        model = self.tree.get("model")
-        if "sequence" not in self.tree and isinstance(model, Mapping) and model.get("max_seq_length") is not None:
-            self._put("sequence", model["max_seq_length"], "model.max_seq_length")
-        self._batch(num_gpus)
-        if num_gpus is not None and not isinstance(self._at("hardware.gpus"), str):
-            self.said.append(Message("job.gpus-of-this-machine", key="num_gpus", file=self.file, count=num_gpus))
-        return Translated(tree=self.tree, names=self.names, said=tuple(self.said), num_gpus=num_gpus)
-
-    def _model(self) -> None:
-        preset = self.top.text("preset")
-        if preset is not None:
-            self._put("model", preset, "preset")
-        family, model = self.top.text("model_type"), self.tree.get("model")
-        if family is None:
-            return
-        if isinstance(model, Mapping):
-            for key in ("family", "model_type"):
-                if model.get(key, family) != family:
-                    raise self._twice("job.two-families", "model_type", f"model.{key}")
-            rest = {key: value for key, value in model.items() if key != "model_type"}
-            self.tree["model"] = {"family": family, **rest}
-        elif model is not None:
-            self.said.append(Message("job.needless-model-type", key="model_type", file=self.file))
-
-    def _fields(self) -> None:
         aside: list[str] = []
         for key, value in self.training.values.items():
             if key == "max_steps" and value == -1:
@@ -205,8 +178,6 @@ class _Translation:
         steps = self.training.number("warmup_steps")
         if steps is not None and 0 < steps < 1:
             raise self.training.wrong("warmup_steps", Message("inputs.whole-number"))
-
-    def _switches(self) -> None:
         formats = [key for key in ("fp16", "bf16") if self.training.switch(key)]
         if len(formats) == 2:
             raise self._twice("job.both-formats", *(self.prefix + key for key in formats))
@@ -221,6 +192,29 @@ class _Translation:
             self._put("levers.engine", f"zero{stage}", self.prefix + _STAGE)
         if self.training.switch(_OFFLOAD):
             self._put("levers.offload_optimizer", "cpu", self.prefix + _OFFLOAD)
+        model = self.tree.get("model")
+        if "sequence" not in self.tree and isinstance(model, Mapping) and model.get("max_seq_length") is not None:
+            self._put("sequence", model["max_seq_length"], "model.max_seq_length")
+        self._batch(num_gpus)
+        if num_gpus is not None and not isinstance(self._at("hardware.gpus"), str):
+            self.said.append(Message("job.gpus-of-this-machine", key="num_gpus", file=self.file, count=num_gpus))
+        return Translated(tree=self.tree, names=self.names, said=tuple(self.said), num_gpus=num_gpus)
+
+    def _model(self) -> None:
+        preset = self.top.text("preset")
+        if preset is not None:
+            self._put("model", preset, "preset")
+        family, model = self.top.text("model_type"), self.tree.get("model")
+        if family is None:
+            return
+        if isinstance(model, Mapping):
+            for key in ("family", "model_type"):
+                if model.get(key, family) != family:
+                    raise self._twice("job.two-families", "model_type", f"model.{key}")
+            rest = {key: value for key, value in model.items() if key != "model_type"}
+            self.tree["model"] = {"family": family, **rest}
+        elif model is not None:
+            self.said.append(Message("job.needless-model-type", key="model_type", file=self.file))
 
     def _batch(self, num_gpus: int | None) -> None:
         """The sequences of a step, where the file says how many each GPU does and how often."""

@@ -7,11 +7,9 @@ belongs to the other version of FSDP is dropped in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside
 from tightfit.formats.rules import rules
-from tightfit.formats.sheet import Sheet
+from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, propose
 from tightfit.inputs.spelling import find_slip, nearest, shown
 from tightfit.messages import Choice, Message
 
@@ -41,37 +39,55 @@ def check_accelerate(sheet: Sheet) -> Sheet | None:
 
 def _check_alone(sheet: Sheet) -> None:
     for place in sheet.document.doubles:
-        sheet.say("key-twice", place, Message("accelerate.last-counts"), Message("lint.keep-one"))
+        sheet.note("key-twice", place, "accelerate.last-counts", KEEP_ONE)
     if sheet.get("compute_environment") not in (None, "LOCAL_MACHINE"):
         return
-    _check_keys(sheet)
-    kind = _check_type(sheet)
-    _check_precision(sheet)
-    _check_machines(sheet, kind)
-    if kind == "DEEPSPEED":
-        _check_deepspeed(sheet)
-    if kind == "FSDP":
-        _check_fsdp(sheet)
-
-
-def _check_keys(sheet: Sheet) -> None:
     for key in sheet.document.values:
         if key not in KEYS:
             close = find_slip(key, KEYS)
-            what = Message("accelerate.unknown-key", key=key)
-            sheet.say("acc-unknown", key, what, Message("lint.write", what=close) if close else Message("lint.delete"))
+            sheet.note("acc-unknown", key, "accelerate.unknown-key", propose(close), key=key)
     for block, known in BLOCKS.items():
         prefix = block.removesuffix("config")
         takes = {*known, *(key.removeprefix(prefix) for key in known)} if block != "deepspeed_config" else set(known)
         for key in sheet.block(block):
             if key not in takes:
                 what = Message("accelerate.nobody-reads", key=key, block=block)
-                sheet.say("acc-typo", f"{block}.{key}", what, _suggest(key, known))
-
-
-def _suggest(key: str, known: Iterable[str]) -> Message:
-    close = find_slip(key, known)
-    return Message("lint.write", what=close) if close else Message("lint.delete")
+                sheet.say("acc-typo", f"{block}.{key}", what, propose(find_slip(key, known)))
+    kind = _check_type(sheet)
+    _check_precision(sheet)
+    _check_machines(sheet, kind)
+    if kind == "DEEPSPEED":
+        _check_deepspeed(sheet)
+    if kind == "FSDP":
+        version = 2 if str(_fsdp(sheet, "version")[1]) == "2" else 1
+        if version == 1:
+            _check_fsdp1(sheet)
+        else:
+            _check_fsdp2(sheet)
+        sync, wanted = _fsdp(sheet, "sync_module_states")
+        if wanted in (False, "false") and _fsdp(sheet, "cpu_ram_efficient_loading")[1] not in (False, "false"):
+            sheet.note("acc-fsdp-sync", sync, "accelerate.sync-refused", "accelerate.sync-fix")
+        wrap, policy = _fsdp(sheet, "auto_wrap_policy")
+        if policy in (*_OFF, "NO_WRAP"):
+            sheet.note(
+                "acc-fsdp-unwrapped",
+                wrap,
+                "accelerate.unwrapped",
+                propose("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
+            )
+        elif policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+            sheet.note(
+                "acc-fsdp-value",
+                wrap,
+                "accelerate.refuses-policy",
+                propose(Choice(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"))),
+                policy=shown(policy),
+            )
+        size, least = _fsdp(sheet, "min_num_params")
+        if policy == "SIZE_BASED_WRAP" and isinstance(least, str) and not least.isdigit():
+            sheet.note(
+                "acc-fsdp-value", size, "accelerate.number-as-text", "accelerate.write-plain-number", least=least
+            )
 
 
 def _check_type(sheet: Sheet) -> str | None:
@@ -88,7 +104,7 @@ def _check_type(sheet: Sheet) -> str | None:
             "acc-distributed-type",
             "distributed_type",
             what,
-            Message("lint.write", what=close or Choice(("DEEPSPEED", "FSDP", "MULTI_GPU"))),
+            propose(close or Choice(("DEEPSPEED", "FSDP", "MULTI_GPU"))),
         )
         return None
     for block, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
@@ -114,7 +130,7 @@ def _check_precision(sheet: Sheet) -> None:
             "acc-mixed-precision",
             "mixed_precision",
             what,
-            Message("lint.write", what=Choice(("bf16", "fp16", "fp8", "'no'"))),
+            propose(Choice(("bf16", "fp16", "fp8", "'no'"))),
         )
     for place in ("dynamo_config.dynamo_backend", "dynamo_config.backend"):
         if sheet.get(place) is False:
@@ -128,16 +144,20 @@ def _check_machines(sheet: Sheet, kind: str | None) -> None:
     machines = int(sheet.number("num_machines") or 1)
     processes = sheet.number("num_processes")
     if processes is None and kind not in ("NO", None):
-        what = Message("accelerate.no-processes")
-        sheet.say("acc-no-processes", "num_processes", what, Message("accelerate.write-all-gpus"))
+        sheet.note("acc-no-processes", "num_processes", "accelerate.no-processes", "accelerate.write-all-gpus")
     if processes is not None and machines > 1 and processes % machines:
-        what = Message(
-            "accelerate.processes-never-come", machines=machines, each=int(processes // machines), processes=processes
+        sheet.note(
+            "acc-processes",
+            "num_processes",
+            "accelerate.processes-never-come",
+            Message("accelerate.write-multiple", machines=machines),
+            machines=machines,
+            each=int(processes // machines),
+            processes=processes,
         )
-        sheet.say("acc-processes", "num_processes", what, Message("accelerate.write-multiple", machines=machines))
     if sheet.world is not None and processes is not None and processes != sheet.world:
         what = Message("accelerate.processes-differ", processes=processes, world=sheet.world)
-        sheet.say("acc-processes", "num_processes", what, Message("lint.write", what=sheet.world))
+        sheet.say("acc-processes", "num_processes", what, propose(sheet.world))
     if machines > 1:
         _check_several(sheet, kind, machines)
     if sheet.has("gpu_ids"):
@@ -153,11 +173,9 @@ def _check_several(sheet: Sheet, kind: str | None, machines: int) -> None:
     if kind == "DEEPSPEED" and launcher != "standard":
         if not sheet.get("deepspeed_config.deepspeed_hostfile"):
             what = Message("accelerate.no-hostfile")
-            fix = Message("accelerate.add-hostfile")
-            sheet.say("acc-hostfile", "deepspeed_config.deepspeed_hostfile", what, fix)
+            sheet.say("acc-hostfile", "deepspeed_config.deepspeed_hostfile", what, Message("accelerate.add-hostfile"))
     elif not sheet.get("main_process_ip"):
-        what = Message("accelerate.no-address")
-        sheet.say("acc-machines", "main_process_ip", what, Message("accelerate.write-address"))
+        sheet.note("acc-machines", "main_process_ip", "accelerate.no-address", "accelerate.write-address")
 
 
 def _check_gpu_ids(sheet: Sheet, processes: float | None, machines: int) -> None:
@@ -172,13 +190,17 @@ def _check_gpu_ids(sheet: Sheet, processes: float | None, machines: int) -> None
     count = len([word for word in ids.split(",") if word.strip()])
     here = None if processes is None else int(processes // machines)
     if here is not None and here > count:
-        what = Message("accelerate.too-few-ids", here=here, count=count)
-        sheet.say(
-            "acc-gpu-ids", "gpu_ids", what, Message("accelerate.name-more-gpus", here=here, count=count * machines)
+        sheet.note(
+            "acc-gpu-ids",
+            "gpu_ids",
+            "accelerate.too-few-ids",
+            Message("accelerate.name-more-gpus", here=here, count=count * machines),
+            here=here,
+            count=count,
         )
     elif here is not None and here < count:
         what = Message("accelerate.idle-gpus", here=here, count=count)
-        sheet.say("acc-idle-gpus", "gpu_ids", what, Message("lint.write", what=f"num_processes: {count * machines}"))
+        sheet.say("acc-idle-gpus", "gpu_ids", what, propose(f"num_processes: {count * machines}"))
 
 
 # --- DeepSpeed ----------------------------------------------------------------------------------
@@ -209,26 +231,20 @@ def _check_deepspeed(sheet: Sheet) -> None:
             fix = Message("accelerate.use-config-file")
             sheet.say("acc-nvme-path", f"deepspeed_config.offload_{kind}_nvme_path", what, fix)
     if stage == 3:
-        _check_stage3(sheet)
-
-
-def _check_stage3(sheet: Sheet) -> None:
-    if not sheet.on("deepspeed_config.zero3_save_16bit_model"):
-        what = Message("accelerate.cannot-gather")
-        sheet.say(
-            "acc-save-16bit",
-            "deepspeed_config.zero3_save_16bit_model",
-            what,
-            Message("lint.write", what="zero3_save_16bit_model: true"),
-        )
-    if sheet.get("deepspeed_config.zero3_init_flag") is False:
-        what = Message("accelerate.loads-whole")
-        sheet.say(
-            "acc-zero-init",
-            "deepspeed_config.zero3_init_flag",
-            what,
-            Message("lint.write", what="zero3_init_flag: true"),
-        )
+        if not sheet.on("deepspeed_config.zero3_save_16bit_model"):
+            sheet.note(
+                "acc-save-16bit",
+                "deepspeed_config.zero3_save_16bit_model",
+                "accelerate.cannot-gather",
+                propose("zero3_save_16bit_model: true"),
+            )
+        if sheet.get("deepspeed_config.zero3_init_flag") is False:
+            sheet.note(
+                "acc-zero-init",
+                "deepspeed_config.zero3_init_flag",
+                "accelerate.loads-whole",
+                propose("zero3_init_flag: true"),
+            )
 
 
 # --- FSDP ---------------------------------------------------------------------------------------
@@ -241,48 +257,13 @@ def _fsdp(sheet: Sheet, key: str) -> tuple[str, object]:
     return f"fsdp_config.{name}", block.get(name)
 
 
-def _check_fsdp(sheet: Sheet) -> None:
-    version = 2 if str(_fsdp(sheet, "version")[1]) == "2" else 1
-    if version == 1:
-        _check_fsdp1(sheet)
-    else:
-        _check_fsdp2(sheet)
-    sync, wanted = _fsdp(sheet, "sync_module_states")
-    if wanted in (False, "false") and _fsdp(sheet, "cpu_ram_efficient_loading")[1] not in (False, "false"):
-        what = Message("accelerate.sync-refused")
-        sheet.say("acc-fsdp-sync", sync, what, Message("accelerate.sync-fix"))
-    wrap, policy = _fsdp(sheet, "auto_wrap_policy")
-    if policy in (*_OFF, "NO_WRAP"):
-        what = Message("accelerate.unwrapped")
-        sheet.say(
-            "acc-fsdp-unwrapped",
-            wrap,
-            what,
-            Message("lint.write", what="fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
-        )
-    elif policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
-        what = Message("accelerate.refuses-policy", policy=shown(policy))
-        sheet.say(
-            "acc-fsdp-value",
-            wrap,
-            what,
-            Message("lint.write", what=Choice(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"))),
-        )
-    size, least = _fsdp(sheet, "min_num_params")
-    if policy == "SIZE_BASED_WRAP" and isinstance(least, str) and not least.isdigit():
-        what = Message("accelerate.number-as-text", least=least)
-        sheet.say("acc-fsdp-value", size, what, Message("accelerate.write-plain-number"))
-
-
 def _check_fsdp1(sheet: Sheet) -> None:
     place, value = _fsdp(sheet, "reshard_after_forward")
     if value is not None:
-        what = Message("accelerate.fsdp1-default")
-        sheet.say("acc-fsdp1-key", place, what, Message("accelerate.version2-or-strategy"))
+        sheet.note("acc-fsdp1-key", place, "accelerate.fsdp1-default", "accelerate.version2-or-strategy")
     place, value = _fsdp(sheet, "activation_checkpointing_offload")
     if value not in _OFF:
-        what = Message("accelerate.refused-with-fsdp1")
-        sheet.say("acc-fsdp-value", place, what, Message("lint.write", what="fsdp_version: 2"))
+        sheet.note("acc-fsdp-value", place, "accelerate.refused-with-fsdp1", propose("fsdp_version: 2"))
 
 
 def _check_fsdp2(sheet: Sheet) -> None:
@@ -290,11 +271,7 @@ def _check_fsdp2(sheet: Sheet) -> None:
         place, value = _fsdp(sheet, key)
         if value not in (*_OFF, "NO_PREFETCH", "FULL_SHARD"):
             what = Message("accelerate.fsdp2-has-not", key=key)
-            fix = (
-                Message("lint.write", what="fsdp_reshard_after_forward")
-                if key == "sharding_strategy"
-                else Message("lint.delete")
-            )
+            fix = propose("fsdp_reshard_after_forward") if key == "sharding_strategy" else DELETE
             sheet.say("acc-fsdp2-key", place, what, fix)
     place, value = _fsdp(sheet, "reshard_after_forward")
     if value is not None and str(value).lower() not in ("true", "false", "yes", "no", "1", "0", "on", "off"):
@@ -302,12 +279,11 @@ def _check_fsdp2(sheet: Sheet) -> None:
         sheet.say("acc-fsdp-value", place, what, Message("accelerate.write-reshard"))
     place, value = _fsdp(sheet, "state_dict_type")
     if value == "LOCAL_STATE_DICT":
-        what = Message("accelerate.refuses-local-dict")
-        sheet.say("acc-fsdp-value", place, what, Message("lint.write", what="SHARDED_STATE_DICT"))
+        sheet.note("acc-fsdp-value", place, "accelerate.refuses-local-dict", propose("SHARDED_STATE_DICT"))
     place, value = _fsdp(sheet, "activation_checkpointing_offload")
     if value not in _OFF and _fsdp(sheet, "activation_checkpointing")[1] in _OFF:
         what = Message("accelerate.needs-checkpointing")
-        sheet.say("acc-fsdp-value", place, what, Message("lint.write", what="fsdp_activation_checkpointing: true"))
+        sheet.say("acc-fsdp-value", place, what, propose("fsdp_activation_checkpointing: true"))
 
 
 KEYS = frozenset(

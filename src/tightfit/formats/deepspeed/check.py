@@ -25,7 +25,7 @@ from tightfit.formats.deepspeed.keys import (
 from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.document import Document, read_document
 from tightfit.formats.rules import KEY_TWICE, NOT_FINITE, rules
-from tightfit.formats.sheet import Sheet, part_fault, say_fault
+from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, part_fault, propose, say_fault
 from tightfit.inputs.spelling import as_number, nearest, shown
 from tightfit.inputs.versions import release
 from tightfit.messages import Choice, Message, Said, id_of
@@ -76,7 +76,7 @@ def _read(sheet: Sheet, place: str, name: str) -> Document | None:
         folder = sheet.document.path.parent
         close = nearest(Path(name).name, [other.name for other in folder.glob("*.json")]) if folder.is_dir() else None
         what = Message("lint.pair-missing", name=shown(name), file=sheet.document.path.name)
-        fix = Message("lint.write", what=close) if close else Message("lint.write-its-path")
+        fix = propose(close) if close else Message("lint.write-its-path")
         sheet.say("pair-missing", place, what, fix)
         return None
     try:
@@ -184,22 +184,17 @@ _NULL_IS_FINE = ("aio", "bf16", "optimizer.params", "scheduler.params")
 def check_keys(sheet: Sheet) -> None:
     """Every rule about keys and the kinds of their values."""
     for place in sheet.document.doubles:
-        sheet.say(
-            "key-twice",
-            place,
-            Message("deepspeed.refuses-twice"),
-            Message("lint.keep-one"),
-        )
+        sheet.note("key-twice", place, "deepspeed.refuses-twice", KEEP_ONE)
     _check_block(sheet, "")
     _check_deprecated(sheet)
     _check_moved_defaults(sheet)
     _check_texts(sheet)
     _check_auto(sheet)
     if sheet.document.syntax == "hjson" and not sheet.paired:
-        sheet.say(
+        sheet.note(
             "ds-hjson",
             "",
-            Message("deepspeed.file-is-hjson"),
+            "deepspeed.file-is-hjson",
             Message("deepspeed.if-hugging-face-reads", remedy=sheet.document.json_remedy),
         )
 
@@ -227,14 +222,25 @@ def _check_block(sheet: Sheet, path: str) -> None:
         elif place in KEYS and isinstance(value, Mapping):
             if place != "scheduler.params" or block.get("type") in SCHEDULERS:
                 _check_block(sheet, place)
-        elif place in KEYS and not _may_stand(place, value):
+        elif place in KEYS and not (
+            place in _NULL_IS_FINE or place.startswith("zero_optimization.")
+            if value is None
+            else value == "auto" and "." in place
+        ):
             _not_a_block(sheet, place, value)
 
 
 def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
     version = sheet.target.deepspeed_version
     if place in GONE or key in (REMOVED if not path else REMOVED_FROM_ZERO if path == "zero_optimization" else ()):
-        _say_removed(sheet, place, GONE.get(place, REMOVED_IN), version)
+        gone = GONE.get(place, REMOVED_IN)
+        if release(version) < release(gone):
+            _too_new(sheet, place)
+        elif place == "aio.thread_count":
+            what = Message("deepspeed.thread-count", version=version, gone=gone)
+            sheet.say("ds-unknown", place, what, propose("intra_op_parallelism"))
+        else:
+            sheet.note("ds-removed", place, "deepspeed.has-removed", DELETE, version=version, place=place)
         return
     if not path and key.startswith(("_", "#", "//", "$")):
         return  # the usual way to leave a comment in plain JSON
@@ -246,22 +252,11 @@ def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
         home = Message("deepspeed.move-into", block=homes[0]) if homes[0] else Message("deepspeed.move-to-top")
         sheet.say("ds-misplaced", place, ends, home)
     elif path in LOUD:
-        sheet.say("ds-refused-key", place, ends, Message("lint.write", what=close) if close else Message("lint.delete"))
+        sheet.say("ds-refused-key", place, ends, propose(close))
     elif close:
-        sheet.say("ds-typo", place, ends, Message("lint.write", what=close))
+        sheet.say("ds-typo", place, ends, propose(close))
     else:
         sheet.say("ds-unknown", place, ends, Message("deepspeed.delete-unless-yours"))
-
-
-def _say_removed(sheet: Sheet, place: str, gone: str, version: str) -> None:
-    if release(version) < release(gone):
-        _too_new(sheet, place)
-    elif place == "aio.thread_count":
-        what = Message("deepspeed.thread-count", version=version, gone=gone)
-        sheet.say("ds-unknown", place, what, Message("lint.write", what="intra_op_parallelism"))
-    else:
-        what = Message("deepspeed.has-removed", version=version, place=place)
-        sheet.say("ds-removed", place, what, Message("lint.delete"))
 
 
 def _too_new(sheet: Sheet, place: str) -> bool:
@@ -276,19 +271,10 @@ def _too_new(sheet: Sheet, place: str) -> bool:
     # Before it was pydantic's, bf16 took any key; the top level and aio still do.
     bf16 = place.startswith("bf16.") and release(version) < release(PYDANTIC_BF16)
     if "." not in place or place.startswith("aio.") or bf16:
-        what = Message("deepspeed.not-yet-ignored", version=version, place=place)
-        sheet.say("ds-not-yet", place, what, fix)
+        sheet.note("ds-not-yet", place, "deepspeed.not-yet-ignored", fix, version=version, place=place)
     else:
-        what = Message("deepspeed.not-yet-refused", version=version, place=place)
-        sheet.say("ds-too-new", place, what, fix)
+        sheet.note("ds-too-new", place, "deepspeed.not-yet-refused", fix, version=version, place=place)
     return True
-
-
-def _may_stand(place: str, value: object) -> bool:
-    """Whether DeepSpeed takes this in place of a block."""
-    if value is None:
-        return place in _NULL_IS_FINE or place.startswith("zero_optimization.")
-    return value == "auto" and "." in place
 
 
 def _not_a_block(sheet: Sheet, place: str, value: object) -> None:
@@ -308,16 +294,16 @@ def _check_deprecated(sheet: Sheet) -> None:
         if zero.get(old) is None:
             continue
         if heirs.get(old) in zero:
-            sheet.say(
+            sheet.note(
                 "ds-same-key",
                 place,
-                Message("deepspeed.refuses-old-beside-new", old=old, heirs=heirs[old]),
+                "deepspeed.refuses-old-beside-new",
                 Message("lint.delete-key", key=old),
+                old=old,
+                heirs=heirs[old],
             )
         else:
-            sheet.say(
-                "ds-deprecated", place, Message("deepspeed.old-spelling", old=old), Message("lint.write", what=new)
-            )
+            sheet.note("ds-deprecated", place, "deepspeed.old-spelling", propose(new), old=old)
     for key in zero:
         if f"stage3_{key}" in zero and key in KEYS["zero_optimization"]:
             what = Message("deepspeed.one-key-twice", key=key)
@@ -376,15 +362,9 @@ def _check_auto(sheet: Sheet) -> None:
         if place in FILLED:
             filled.append(place)
         elif place != "zero_optimization.stage" and outer not in LOUD and place not in KEYS:
-            what = Message("deepspeed.auto-unfilled", place=place)
-            sheet.say("ds-auto-unfilled", place, what, Message("deepspeed.write-value"))
+            sheet.note("ds-auto-unfilled", place, "deepspeed.auto-unfilled", "deepspeed.write-value", place=place)
     if filled and not sheet.paired:
-        sheet.say(
-            "ds-auto",
-            filled[0],
-            Message("deepspeed.autos", filled=len(filled)),
-            Message("deepspeed.write-numbers"),
-        )
+        sheet.note("ds-auto", filled[0], "deepspeed.autos", "deepspeed.write-numbers", filled=len(filled))
 
 
 # --- ----------------------------------------------------------------------------------------------
@@ -530,12 +510,11 @@ def check_kinds(sheet: Sheet) -> None:
         elif not _is_taken(place, value, takes):
             _refuse(sheet, place, value, takes)
     if sheet.get(f"{_ZERO}.compute_grad_norm") in (False, 0) and sheet.number(f"{_ZERO}.stage") not in (1, 2):
-        what = Message("deepspeed.grad-norm-stage")
-        sheet.say("ds-value", f"{_ZERO}.compute_grad_norm", what, Message("lint.delete"))
+        sheet.note("ds-value", f"{_ZERO}.compute_grad_norm", "deepspeed.grad-norm-stage", DELETE)
     kind = sheet.get("optimizer.type")
     if sheet.has("optimizer.type") and kind is not None and not isinstance(kind, str):
         what = Message("deepspeed.optimizer-is-name", kind=shown(kind))
-        sheet.say("ds-value", "optimizer.type", what, Message("lint.write", what='"AdamW"'))
+        sheet.say("ds-value", "optimizer.type", what, propose('"AdamW"'))
     _check_scheduler(sheet)
 
 
@@ -567,28 +546,26 @@ def _switch_in_words(sheet: Sheet, place: str, value: str) -> None:
     meant = "true" if word in _TRUE else "false" if word in _FALSE else None
     if as_number(value) is not None and block not in LOUD:
         return  # a number in quotes, said with the others
-    if _is_pydantics(block, sheet.target.deepspeed_version):
+    if block in LOUD and (
+        block not in ("fp16", "bf16", "bfloat16") or release(sheet.target.deepspeed_version) >= release(PYDANTIC_BF16)
+    ):
         if meant is None:
             _refuse(sheet, place, value, TAKES[place])
         else:
             what = Message("deepspeed.switch-as-text", meant=meant, value=shown(value))
             sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=meant))
     elif word not in ("true", "false"):
-        what = Message("deepspeed.text-is-true", value=shown(value))
-        sheet.say(
+        sheet.note(
             "ds-text-switch",
             place,
-            what,
+            "deepspeed.text-is-true",
             Message("lint.write-unquoted", what=meant or Message("deepspeed.true-or-false")),
+            value=shown(value),
         )
 
 
-def _is_pydantics(block: str, version: str) -> bool:
-    return block in LOUD and (block not in ("fp16", "bf16", "bfloat16") or release(version) >= release(PYDANTIC_BF16))
-
-
 def _refuse(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
-    key, fix = place.rpartition(".")[2], Message("lint.write", what=takes.phrase)
+    key, fix = place.rpartition(".")[2], propose(takes.phrase)
     what = Message("deepspeed.must-be", key=key, phrase=takes.phrase, value=shown(value))
     if isinstance(value, bool) and takes.kind != "words" and place != "fp16.loss_scale":
         what = Message("deepspeed.taken-for", key=key, phrase=takes.phrase, value=shown(value), number=int(value))
@@ -597,9 +574,9 @@ def _refuse(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
         fix = Message("deepspeed.write-clipping")
     elif "." not in place and isinstance(value, float) and value > 0:
         what = Message("deepspeed.counts-wrong", key=key, phrase=takes.phrase, value=value)
-        fix = Message("lint.write", what=max(1, round(value)))
+        fix = propose(max(1, round(value)))
     elif takes.kind == "words" and isinstance(value, str) and (close := nearest(value, takes.words, cutoff=0.7)):
-        fix = Message("lint.write", what=f'"{close}"')
+        fix = propose(f'"{close}"')
     elif place.endswith(".device"):
         fix = Message("deepspeed.write-device", block=place.split(".")[-2])
     elif value is None:
@@ -663,7 +640,7 @@ def _check_scheduler(sheet: Sheet) -> None:
                 "ds-scheduler-params",
                 f"{place}.{key}",
                 what,
-                Message("lint.write", what=close) if close else Message("lint.delete"),
+                propose(close),
             )
     _check_warmup(sheet, f"{place}.warmup_num_steps")
 
@@ -675,7 +652,7 @@ def _check_warmup(sheet: Sheet, place: str) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         what = Message("deepspeed.warmup-steps", steps=shown(steps))
         number = sheet.number(place)
-        sheet.say("ds-scheduler-params", place, what, Message("lint.write", what=max(1, round(number or 1))))
+        sheet.say("ds-scheduler-params", place, what, propose(max(1, round(number or 1))))
 
 
 DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
@@ -701,12 +678,44 @@ def check_values(sheet: Sheet) -> None:
     """Every rule about what the values mean together."""
     stage = _check_stage(sheet)
     if stage is not None:
-        _check_offload(sheet, stage)
+        for kind in ("offload_param", "offload_optimizer"):
+            device = offload_of(sheet, kind)
+            place = f"zero_optimization.{kind}"
+            if device == "none":
+                continue
+            if kind == "offload_param" and stage < 3:
+                what = Message("deepspeed.weights-stay", stage=stage)
+                sheet.say("ds-offload-param-stage", place, what, Message("deepspeed.stage3-or-no-param"))
+            elif stage == 0:
+                sheet.note("ds-offload-stage0", place, "deepspeed.stage0-offload", "deepspeed.stage-or-no-optimizer")
+            elif device == "nvme" and stage < 3:
+                what = Message("deepspeed.nvme-becomes-ram", stage=stage)
+                sheet.say("ds-nvme-stage", f"{place}.device", what, Message("deepspeed.cpu-or-stage3"))
+            elif device == "nvme" and not sheet.get(f"{place}.nvme_path"):
+                sheet.note("ds-nvme-path", f"{place}.device", "deepspeed.nvme-without-path", "deepspeed.add-nvme-path")
+        _check_partial(sheet, stage)
         _check_stage_keys(sheet, stage)
-    _check_precision(sheet, stage or 0)
+    bf16 = "bf16" if sheet.has("bf16") else "bfloat16"
+    if sheet.on("fp16.enabled") and sheet.on(f"{bf16}.enabled"):
+        sheet.note("ds-two-precisions", "fp16.enabled", "deepspeed.refuses-both-precisions", "deepspeed.enable-one")
+    auto = "auto" in (sheet.get("fp16.enabled"), sheet.get(f"{bf16}.enabled"))
+    chosen = auto or any(sheet.on(f"{name}.enabled") for name in ("fp16", bf16, "torch_autocast"))
+    meant = any(sheet.get(f"{name}.enabled") is False for name in ("fp16", bf16))
+    if not chosen and not meant and not sheet.paired:
+        sheet.note("ds-no-precision", "bf16.enabled", "deepspeed.trains-in-fp32", "deepspeed.write-bf16")
+    if sheet.on("fp16.enabled"):
+        _check_scale(sheet)
+    _check_master_weights(sheet, bf16, stage or 0)
     _check_optimizer(sheet, stage or 0)
     _check_batch(sheet)
-    _check_checkpointing(sheet)
+    block = sheet.get("activation_checkpointing")
+    if isinstance(block, Mapping) and any(block.values()):
+        sheet.note(
+            "ds-activation-checkpointing",
+            "activation_checkpointing",
+            "deepspeed.checkpointing-block",
+            "deepspeed.use-trainers-checkpointing",
+        )
 
 
 def stage_of(sheet: Sheet) -> int:
@@ -728,42 +737,15 @@ def _check_stage(sheet: Sheet) -> int | None:
     place = "zero_optimization.stage"
     stage = sheet.get(place)
     if stage == "auto" and not sheet.paired:
-        what = Message("deepspeed.stage-unfilled")
-        sheet.say("ds-stage", place, what, Message("deepspeed.write-sharding-stage"))
+        sheet.note("ds-stage", place, "deepspeed.stage-unfilled", "deepspeed.write-sharding-stage")
         return None
     if sheet.has(place) and stage != "auto" and sheet.number(place) not in (0, 1, 2, 3):
-        sheet.say(
-            "ds-stage",
-            place,
-            Message("deepspeed.refuses-stage", stage=shown(stage)),
-            Message("deepspeed.write-any-stage"),
-        )
+        sheet.note("ds-stage", place, "deepspeed.refuses-stage", "deepspeed.write-any-stage", stage=shown(stage))
         return None
     return stage_of(sheet)
 
 
 # --- ZeRO ---------------------------------------------------------------------------------------
-
-
-def _check_offload(sheet: Sheet, stage: int) -> None:
-    for kind in ("offload_param", "offload_optimizer"):
-        device = offload_of(sheet, kind)
-        place = f"zero_optimization.{kind}"
-        if device == "none":
-            continue
-        if kind == "offload_param" and stage < 3:
-            what = Message("deepspeed.weights-stay", stage=stage)
-            sheet.say("ds-offload-param-stage", place, what, Message("deepspeed.stage3-or-no-param"))
-        elif stage == 0:
-            what = Message("deepspeed.stage0-offload")
-            sheet.say("ds-offload-stage0", place, what, Message("deepspeed.stage-or-no-optimizer"))
-        elif device == "nvme" and stage < 3:
-            what = Message("deepspeed.nvme-becomes-ram", stage=stage)
-            sheet.say("ds-nvme-stage", f"{place}.device", what, Message("deepspeed.cpu-or-stage3"))
-        elif device == "nvme" and not sheet.get(f"{place}.nvme_path"):
-            what = Message("deepspeed.nvme-without-path")
-            sheet.say("ds-nvme-path", f"{place}.device", what, Message("deepspeed.add-nvme-path"))
-    _check_partial(sheet, stage)
 
 
 def _check_partial(sheet: Sheet, stage: int) -> None:
@@ -782,7 +764,7 @@ def _check_stage_keys(sheet: Sheet, stage: int) -> None:
     if stage == 3:
         if sheet.on("zero_optimization.round_robin_gradients"):
             what = Message("deepspeed.stage3-round-robin")
-            sheet.say("ds-round-robin", "zero_optimization.round_robin_gradients", what, Message("lint.delete"))
+            sheet.say("ds-round-robin", "zero_optimization.round_robin_gradients", what, DELETE)
         names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
         old = "stage3_gather_fp16_weights_on_model_save"
         if not any(zero.get(name) for name in (*names, old)):
@@ -791,9 +773,11 @@ def _check_stage_keys(sheet: Sheet, stage: int) -> None:
             sheet.say("ds-gather", f"zero_optimization.{names[0]}", what, fix)
         return
     if stage == 0 and sheet.on("zero_optimization.round_robin_gradients"):
-        what = Message("deepspeed.stage0-round-robin")
-        sheet.say(
-            "ds-round-robin", "zero_optimization.round_robin_gradients", what, Message("deepspeed.delete-or-stage2")
+        sheet.note(
+            "ds-round-robin",
+            "zero_optimization.round_robin_gradients",
+            "deepspeed.stage0-round-robin",
+            "deepspeed.delete-or-stage2",
         )
     only3 = [*(f"stage3_{key}" for key in PREFIXED), "zero_quantized_weights", "zero_quantized_nontrainable_weights"]
     idle = [key for key in (*only3, "sub_group_size", "memory_efficient_linear") if zero.get(key) not in (None, False)]
@@ -812,22 +796,6 @@ def _check_buckets(sheet: Sheet, stage: int) -> None:
 
 
 # --- precision ----------------------------------------------------------------------------------
-
-
-def _check_precision(sheet: Sheet, stage: int) -> None:
-    bf16 = "bf16" if sheet.has("bf16") else "bfloat16"
-    if sheet.on("fp16.enabled") and sheet.on(f"{bf16}.enabled"):
-        what = Message("deepspeed.refuses-both-precisions")
-        sheet.say("ds-two-precisions", "fp16.enabled", what, Message("deepspeed.enable-one"))
-    auto = "auto" in (sheet.get("fp16.enabled"), sheet.get(f"{bf16}.enabled"))
-    chosen = auto or any(sheet.on(f"{name}.enabled") for name in ("fp16", bf16, "torch_autocast"))
-    meant = any(sheet.get(f"{name}.enabled") is False for name in ("fp16", bf16))
-    if not chosen and not meant and not sheet.paired:
-        what = Message("deepspeed.trains-in-fp32")
-        sheet.say("ds-no-precision", "bf16.enabled", what, Message("deepspeed.write-bf16"))
-    if sheet.on("fp16.enabled"):
-        _check_scale(sheet)
-    _check_master_weights(sheet, bf16, stage)
 
 
 def _check_scale(sheet: Sheet) -> None:
@@ -849,9 +817,11 @@ def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
         place = f"{name}.{key}"
         if not sheet.on(place):
             if name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states"):
-                what = Message("deepspeed.states-need-masters")
-                sheet.say(
-                    "ds-master-weights", f"{name}.bf16_optimizer_states", what, Message("deepspeed.add-true", key=key)
+                sheet.note(
+                    "ds-master-weights",
+                    f"{name}.bf16_optimizer_states",
+                    "deepspeed.states-need-masters",
+                    Message("deepspeed.add-true", key=key),
                 )
             continue
         states = name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states")
@@ -882,18 +852,15 @@ def _check_optimizer_kind(sheet: Sheet, kind: str, stage: int) -> None:
     if name not in DEEPSPEED_OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
         close = nearest(kind, ("AdamW", "Adam", *TORCH_OPTIMIZERS)) or "AdamW"
         what = Message("deepspeed.no-such-optimizer", version=sheet.target.deepspeed_version, kind=shown(kind))
-        sheet.say("ds-optimizer", place, what, Message("lint.write", what=close))
+        sheet.say("ds-optimizer", place, what, propose(close))
         return
     if stage and name not in _ZERO_KNOWS and not sheet.on("zero_allow_untested_optimizer"):
-        what = Message("deepspeed.untested", kind=kind)
-        sheet.say("ds-untested-optimizer", place, what, Message("deepspeed.allow-untested"))
+        sheet.note("ds-untested-optimizer", place, "deepspeed.untested", "deepspeed.allow-untested", kind=kind)
     offloaded = stage and offload_of(sheet, "offload_optimizer") != "none"
     if offloaded and (name not in _HAS_CPU_KERNEL or sheet.on("optimizer.params.torch_adam")):
-        what = Message("deepspeed.slow-offload")
-        sheet.say("ds-slow-offload", place, what, Message("deepspeed.write-adamw"))
+        sheet.note("ds-slow-offload", place, "deepspeed.slow-offload", "deepspeed.write-adamw")
     if name == "adam" and sheet.get("optimizer.params.adam_w_mode") is None:
-        what = Message("deepspeed.adam-is-adamw")
-        sheet.say("ds-adam-is-adamw", place, what, Message("deepspeed.adamw-or-mode"))
+        sheet.note("ds-adam-is-adamw", place, "deepspeed.adam-is-adamw", "deepspeed.adamw-or-mode")
 
 
 # --- batch and checkpointing --------------------------------------------------------------------
@@ -904,8 +871,7 @@ _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 def _check_batch(sheet: Sheet) -> None:
     if sheet.get(_TOTAL) is None and sheet.get(_MICRO) is None:
         what = Message("deepspeed.no-batch", total=_TOTAL, micro=_MICRO)
-        fix = Message("deepspeed.add-micro-batch", micro=_MICRO)
-        sheet.say("ds-no-batch", _MICRO, what, fix)
+        sheet.say("ds-no-batch", _MICRO, what, Message("deepspeed.add-micro-batch", micro=_MICRO))
         return
     total, micro, steps = sheet.number(_TOTAL), sheet.number(_MICRO), sheet.number(_STEPS)
     if not total or "auto" in (sheet.get(_TOTAL), sheet.get(_MICRO), sheet.get(_STEPS)):
@@ -935,14 +901,3 @@ def _fitting(sheet: Sheet, total: float, product: float, *, exact: bool) -> Mess
         if other >= 1 and other.is_integer():
             return Message("deepspeed.other-steps", product=product, key=key, other=other, total=total)
     return Message("deepspeed.product-batch", product=product, total=_TOTAL)
-
-
-def _check_checkpointing(sheet: Sheet) -> None:
-    block = sheet.get("activation_checkpointing")
-    if isinstance(block, Mapping) and any(block.values()):
-        sheet.say(
-            "ds-activation-checkpointing",
-            "activation_checkpointing",
-            Message("deepspeed.checkpointing-block"),
-            Message("deepspeed.use-trainers-checkpointing"),
-        )

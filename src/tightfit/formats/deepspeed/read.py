@@ -80,7 +80,11 @@ def read_deepspeed(
     _check_keys(values, file, "", version)
     top = Fields(values=values, file=file, silent=(None, "auto"))
     zero = _block(top, "zero_optimization")
-    stage = _stage(zero)
+    if zero.values.get("stage") == "auto":
+        raise ConfigError(Message("deepspeed.stage-auto", file=zero.file), at="zero_optimization.stage")
+    stage = zero.integer("stage") or 0
+    if stage >= len(_ENGINES):
+        raise zero.wrong("stage", "0, 1, 2 or 3")
     offload_param = _offload(zero, "offload_param", stage)
     offload_optimizer = _offload(zero, "offload_optimizer", stage)
     because += _list_unpriced(values, file)
@@ -231,15 +235,6 @@ def _block(parent: Fields, key: str) -> Fields:
     return Fields(values=values, file=parent.file, path=parent.name(key), silent=("auto",))
 
 
-def _stage(zero: Fields) -> int:
-    if zero.values.get("stage") == "auto":
-        raise ConfigError(Message("deepspeed.stage-auto", file=zero.file), at="zero_optimization.stage")
-    stage = zero.integer("stage") or 0
-    if stage >= len(_ENGINES):
-        raise zero.wrong("stage", "0, 1, 2 or 3")
-    return stage
-
-
 def _offload(zero: Fields, kind: str, stage: int) -> Offload:
     old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[kind]
     block = _block(zero, kind)
@@ -292,6 +287,8 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
 
     sequential = zero.switch(used["allgather_sequential"])
     prefetch = size("prefetch_bucket_size", plain.prefetch_bucket)
+    # DeepSpeed pins each kind apart and Levers both together: the optimizer's word, being the larger, counts
+    said = [block.switch("pin_memory") for block in (optimizer, param) if block.says("pin_memory")]
     return Buckets(
         reduce_bucket=size("reduce_bucket_size", plain.reduce_bucket, least=1),
         allgather_bucket=size("allgather_bucket_size", plain.allgather_bucket),
@@ -302,17 +299,11 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
         sub_group_size=size("sub_group_size", plain.sub_group_size),
         overlap_comm=None if zero.values.get("overlap_comm") is None else zero.switch("overlap_comm"),
         contiguous_gradients=zero.switch("contiguous_gradients") is not False,
-        pin_memory=_pins(optimizer, param, version),
+        pin_memory=said[0] is True if said else release(version) >= release(_PINNED_SINCE),
         param_buffer_count=size("buffer_count", plain.param_buffer_count, block=param),
         param_buffer_size=size("buffer_size", 100_000_000, block=param) if param.values else None,
         optimizer_buffer_count=size("buffer_count", plain.optimizer_buffer_count, block=optimizer),
     )
-
-
-def _pins(optimizer: Fields, param: Fields, version: str) -> bool:
-    """DeepSpeed pins each kind apart and Levers both together: the optimizer's word, being the larger, counts."""
-    said = [block.switch("pin_memory") for block in (optimizer, param) if block.says("pin_memory")]
-    return said[0] is True if said else release(version) >= release(_PINNED_SINCE)
 
 
 def _spelling(zero: Fields, key: str) -> str:

@@ -90,11 +90,17 @@ def _values(plan: Plan, way: Way, with_optimizer: bool) -> Block:
         "gradient_accumulation_steps": levers.accumulation,
         "gradient_clipping": clip(job, levers),
         "bf16": _bf16(levers),
-        "fp16": _fp16(job, levers),
+        "fp16": {},
         "zero_optimization": _zero(way, job.hardware.nvme_path),
         "zero_allow_untested_optimizer": levers.optimizer != HOST_ADAM,
         "zero_force_ds_cpu_optimizer": levers.optimizer == HOST_ADAM,
     }
+    if levers.precision == "fp16":
+        values["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": first_scale_power(job),
+            "fp16_master_weights_and_grads": pure_16bit(levers),
+        }
     if _needs_block(levers) or with_optimizer:
         values["optimizer"] = _optimizer(job, levers)
     return values | {"steps_per_print": STEPS_PER_PRINT}
@@ -163,16 +169,6 @@ def _bf16(levers: Levers) -> Block:
         "check_grad_overflow": True,
         "bf16_master_weights_and_grads": pure,
         "bf16_optimizer_states": pure,
-    }
-
-
-def _fp16(job: Job, levers: Levers) -> Block:
-    if levers.precision != "fp16":
-        return {}
-    return {
-        "enabled": True,
-        "initial_scale_power": first_scale_power(job),
-        "fp16_master_weights_and_grads": pure_16bit(levers),
     }
 
 

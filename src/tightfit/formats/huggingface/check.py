@@ -12,7 +12,7 @@ from typing import Any
 from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside, offload_of, stage_of
 from tightfit.formats.deepspeed.keys import MOVED_DEFAULTS
 from tightfit.formats.rules import rules
-from tightfit.formats.sheet import Sheet
+from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, propose
 from tightfit.inputs.spelling import as_number, find_slip, shown
 from tightfit.inputs.versions import release
 from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
@@ -55,7 +55,7 @@ _INSTEAD = {
 def check_training_arguments(sheet: Sheet) -> Sheet | None:
     """Every rule for a file of TrainingArguments, and for the DeepSpeed file that it names, which is returned."""
     for place in sheet.document.doubles:
-        sheet.say("key-twice", place, Message("huggingface.last-counts"), Message("lint.keep-one"))
+        sheet.note("key-twice", place, "huggingface.last-counts", KEEP_ONE)
     known_too = TRL_ARGUMENTS if is_trls(sheet.document.values) else frozenset()
     for key, value in sheet.document.values.items():
         if key in TRAINING_ARGUMENTS or key in OLDER_TRAINING_ARGUMENTS or key in known_too:
@@ -65,11 +65,9 @@ def check_training_arguments(sheet: Sheet) -> Sheet | None:
             continue
         close = find_slip(key, TRAINING_ARGUMENTS)
         if close and close not in sheet.document.values:
-            what = Message("huggingface.refuses-key", key=key)
-            sheet.say("hf-unknown", key, what, Message("lint.write", what=close))
+            sheet.note("hf-unknown", key, "huggingface.refuses-key", propose(close), key=key)
         else:
-            what = Message("huggingface.script-must-read", key=key)
-            sheet.say("hf-foreign", key, what, Message("huggingface.delete-unless-read"))
+            sheet.note("hf-foreign", key, "huggingface.script-must-read", "huggingface.delete-unless-read", key=key)
     check_values(sheet, WHOLE, FRACTIONS, SWITCHES)
     check_gone(sheet, sheet.target.transformers_version)
     check_together(sheet)
@@ -85,7 +83,7 @@ def check_gone(sheet: Sheet, version: str) -> None:
             instead = _INSTEAD.get(key)
             what = Message("huggingface.has-no-longer", version=version, key=key)
             there = instead is None or instead in sheet.document.values
-            fix = Message("lint.delete") if there else Message("lint.write", what=instead)
+            fix = DELETE if there else propose(instead)
             if not there and key == "warmup_ratio":
                 fix = Message("huggingface.write-share", instead=instead, value=sheet.get(key))
             sheet.say("hf-gone", key, what, fix)
@@ -115,8 +113,7 @@ def check_values(
                 _text(sheet, key, value, number)
                 continue
         if key in whole and isinstance(number, float):
-            what = Message("huggingface.fraction", value=shown(value), key=key)
-            sheet.say("hf-not-whole", key, what, Message("lint.write", what=round(number)))
+            sheet.note("hf-not-whole", key, "huggingface.fraction", propose(round(number)), value=shown(value), key=key)
 
 
 def _text(sheet: Sheet, key: str, value: str, number: float) -> None:
@@ -124,14 +121,14 @@ def _text(sheet: Sheet, key: str, value: str, number: float) -> None:
     mantissa, _, exponent = value.lower().partition("e")
     right = f"{mantissa}.0e{exponent}" if plain and exponent else value
     what = Message("huggingface.text-without-point" if plain else "huggingface.text-in-quotes", value=shown(value))
-    fix = Message("lint.write", what=right) if plain else Message("lint.write-unquoted", what=right)
-    sheet.say("hf-number-text", key, what, Message("lint.write", what=round(number)) if key in WHOLE else fix)
+    fix = propose(right) if plain else Message("lint.write-unquoted", what=right)
+    sheet.say("hf-number-text", key, what, propose(round(number)) if key in WHOLE else fix)
 
 
 def check_together(sheet: Sheet) -> None:
     """Fields that transformers refuses together."""
     if sheet.on("bf16") and sheet.on("fp16"):
-        sheet.say("hf-two-precisions", "fp16", Message("huggingface.refuses-both-precisions"), Message("lint.keep-one"))
+        sheet.note("hf-two-precisions", "fp16", "huggingface.refuses-both-precisions", KEEP_ONE)
     if not sheet.on("load_best_model_at_end"):
         return
     save = sheet.get("save_strategy") or "steps"
@@ -141,7 +138,7 @@ def check_together(sheet: Sheet) -> None:
         return
     if save != evaluate:
         what = Message("huggingface.save-and-evaluate", save=save, evaluate=evaluate)
-        sheet.say("hf-best-model", "load_best_model_at_end", what, Message("lint.write", what=f"eval_strategy: {save}"))
+        sheet.say("hf-best-model", "load_best_model_at_end", what, propose(f"eval_strategy: {save}"))
         return
     every, saved = sheet.number("eval_steps") or sheet.number("logging_steps") or 500, sheet.number("save_steps") or 500
     if save == "steps" and min(every, saved) >= 1 and saved % every:
@@ -190,7 +187,21 @@ def check_deepspeed_pair(sheet: Sheet) -> Sheet | None:
         ):
             _mismatch(sheet, deepspeed, name, sheet.on(name), f"{name}.enabled")
     _check_clipping(sheet, deepspeed)
-    _check_optimizer(sheet, deepspeed)
+    optim = sheet.get("optim")
+    file = deepspeed.document.path.name
+    if deepspeed.block("optimizer"):
+        kind = deepspeed.get("optimizer.type")
+        if isinstance(optim, str) and not optim.startswith("adamw_torch"):
+            what = Message("huggingface.own-optimizer", file=file, kind=kind, optim=optim)
+            sheet.say("pair-optim-ignored", "optim", what, Message("huggingface.delete-optim", file=file))
+    elif isinstance(optim, str) and optim not in _STAYS and stage_of(deepspeed):
+        forced = deepspeed.get("zero_force_ds_cpu_optimizer") is not False
+        if offload_of(deepspeed, "offload_optimizer") != "none" and forced:
+            what = Message("huggingface.cpu-adam-instead", file=file, optim=optim)
+            sheet.say("pair-optimizer", "optim", what, Message("huggingface.write-adamw", file=file))
+    if deepspeed.block("scheduler") and sheet.has("lr_scheduler_type"):
+        what = Message("huggingface.own-scheduler", file=file, value=deepspeed.get("scheduler.type"))
+        sheet.say("pair-optim-ignored", "lr_scheduler_type", what, Message("huggingface.delete-scheduler", file=file))
     check_deepspeed(deepspeed)
     return deepspeed
 
@@ -227,24 +238,6 @@ def _mismatch(sheet: Sheet, deepspeed: Sheet, field: str, ours: float | bool, ke
     )
     fix = Message("huggingface.write-auto", key=key, file=deepspeed.document.path.name, here=here)
     sheet.say("pair-mismatch", field, what, fix)
-
-
-def _check_optimizer(sheet: Sheet, deepspeed: Sheet) -> None:
-    optim = sheet.get("optim")
-    file = deepspeed.document.path.name
-    if deepspeed.block("optimizer"):
-        kind = deepspeed.get("optimizer.type")
-        if isinstance(optim, str) and not optim.startswith("adamw_torch"):
-            what = Message("huggingface.own-optimizer", file=file, kind=kind, optim=optim)
-            sheet.say("pair-optim-ignored", "optim", what, Message("huggingface.delete-optim", file=file))
-    elif isinstance(optim, str) and optim not in _STAYS and stage_of(deepspeed):
-        forced = deepspeed.get("zero_force_ds_cpu_optimizer") is not False
-        if offload_of(deepspeed, "offload_optimizer") != "none" and forced:
-            what = Message("huggingface.cpu-adam-instead", file=file, optim=optim)
-            sheet.say("pair-optimizer", "optim", what, Message("huggingface.write-adamw", file=file))
-    if deepspeed.block("scheduler") and sheet.has("lr_scheduler_type"):
-        what = Message("huggingface.own-scheduler", file=file, value=deepspeed.get("scheduler.type"))
-        sheet.say("pair-optim-ignored", "lr_scheduler_type", what, Message("huggingface.delete-scheduler", file=file))
 
 
 RULES = rules(
@@ -344,7 +337,7 @@ _MEANT = {name: key for key, names in _SAME.items() for name in names.split()} |
 
 def meant_by_llamafactory(key: str, value: object) -> Message | None:
     """What to write for another trainer's name in a LLaMA-Factory file; None where the name is nobody's."""
-    return _in_deepspeed(key, value) or (Message("lint.write", what=_MEANT[key]) if key in _MEANT else None)
+    return _in_deepspeed(key, value) or (propose(_MEANT[key]) if key in _MEANT else None)
 
 
 def meant_by_arguments(key: str, value: object) -> tuple[Message, Message] | None:
@@ -354,7 +347,7 @@ def meant_by_arguments(key: str, value: object) -> tuple[Message, Message] | Non
         return Message("huggingface.zero-elsewhere", key=key), zero
     if theirs in TRAINING_ARGUMENTS:
         what = Message("huggingface.no-field", key=key)
-        return what, Message("lint.write", what=theirs)
+        return what, propose(theirs)
     if theirs is None and key not in _PEFT:
         return None
     what = Message("huggingface.no-field", key=key)

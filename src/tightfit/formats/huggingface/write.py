@@ -70,9 +70,37 @@ DTK_TORCH, OLD_TORCH_LAST = "2.4", (5, 10)
 def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file; `deepspeed_file` is the JSON's name, as the training's working folder sees it, or None for FSDP2."""
     way, job, version = require_way(plan), plan.job, target.transformers_version
-    _check_version(version)
-    values = _training(job, way.levers) | _watching(job, way.levers) | _memory(way, version)
-    values |= _sharding(way, target, deepspeed_file)
+    if release(version) < release(OLDEST):
+        raise ConfigError(Message("huggingface.version-too-old", version=version, oldest=OLDEST))
+    if release(version)[0] > release(NEWEST)[0]:
+        raise ConfigError(Message("huggingface.version-unknown", version=version, newest=NEWEST))
+    passes = epochs(job)
+    share, steps = (job.warmup, 0) if job.warmup < 1 else (0.0, int(job.warmup))
+    # There DeepSpeed's own takes the place of torch's, which must not be the fused one then.
+    on_host = way.levers.optimizer == "adamw" and way.levers.offload_optimizer != "none"
+    values: Values = {
+        "output_dir": job.saving.folder,
+        "do_train": True,
+        "do_eval": job.evaluation.split > 0,
+        "per_device_train_batch_size": way.levers.micro_batch,
+        "per_device_eval_batch_size": way.levers.micro_batch,
+        "gradient_accumulation_steps": way.levers.accumulation,
+        "learning_rate": learning_rate(job, way.levers),
+        "lr_scheduler_type": job.schedule,
+        "warmup_ratio": share,
+        "warmup_steps": steps,
+        "num_train_epochs": 1.0 if passes is None else passes,
+        "max_steps": -1 if job.max_steps is None else job.max_steps,
+        "optim": "adamw_torch" if on_host else OPTIM[way.levers.optimizer],
+        "adam_beta1": ADAM_BETAS[0],
+        "adam_beta2": ADAM_BETAS[1],
+        "adam_epsilon": ADAM_EPS,
+        "weight_decay": float(job.weight_decay),
+        "max_grad_norm": clip(job, way.levers),
+        "average_tokens_across_devices": True,
+        "seed": job.seed,
+    }
+    values |= _watching(job, way.levers) | _memory(way, version) | _sharding(way, target, deepspeed_file)
     if way.hardware.gpu.vendor == "cpu":
         values["use_cpu"] = True
     if not _knows(version, "warmup_ratio"):
@@ -94,7 +122,10 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     if levers.trains != "all":
         notes.append(Message("huggingface.trains-alone", trains=levers.trains))
     notes += _offload_notes(way)
-    notes += _scan_notes(way)
+    if _scans(way) and levers.scan == "tightfit":
+        notes.append(Message("huggingface.no-tightfit-scan"))
+    elif _scans(way):
+        notes.append(Message("huggingface.other-scan", scan=levers.scan))
     notes += _needs(way, version)
     if levers.is_fsdp2 and release(version) < release(FSDP2_SINCE):
         notes.append(Message("huggingface.fsdp2-by-accelerate", version=version))
@@ -127,14 +158,6 @@ def _offload_notes(way: Way) -> list[Message]:
         return [Message("huggingface.no-input-offload")]
     need = _required_bytes(way, replace(way.levers, checkpointing=Checkpointing(layers=None)))
     return [Message("huggingface.input-offload-by-accelerate", need=amounts(need)[0])]
-
-
-def _scan_notes(way: Way) -> list[Message]:
-    if not _scans(way):
-        return []
-    if way.levers.scan == "tightfit":
-        return [Message("huggingface.no-tightfit-scan")]
-    return [Message("huggingface.other-scan", scan=way.levers.scan)]
 
 
 def _needs(way: Way, version: str) -> list[Message]:
@@ -179,33 +202,6 @@ def _scans(way: Way) -> bool:
 
 
 # --- the parts ----------------------------------------------------------------------------------
-
-
-def _training(job: Job, levers: Levers) -> Values:
-    passes = epochs(job)
-    share, steps = (job.warmup, 0) if job.warmup < 1 else (0.0, int(job.warmup))
-    return {
-        "output_dir": job.saving.folder,
-        "do_train": True,
-        "do_eval": job.evaluation.split > 0,
-        "per_device_train_batch_size": levers.micro_batch,
-        "per_device_eval_batch_size": levers.micro_batch,
-        "gradient_accumulation_steps": levers.accumulation,
-        "learning_rate": learning_rate(job, levers),
-        "lr_scheduler_type": job.schedule,
-        "warmup_ratio": share,
-        "warmup_steps": steps,
-        "num_train_epochs": 1.0 if passes is None else passes,
-        "max_steps": -1 if job.max_steps is None else job.max_steps,
-        "optim": _optim(levers),
-        "adam_beta1": ADAM_BETAS[0],
-        "adam_beta2": ADAM_BETAS[1],
-        "adam_epsilon": ADAM_EPS,
-        "weight_decay": float(job.weight_decay),
-        "max_grad_norm": clip(job, levers),
-        "average_tokens_across_devices": True,
-        "seed": job.seed,
-    }
 
 
 def _watching(job: Job, levers: Levers) -> Values:
@@ -281,26 +277,12 @@ def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
     return {"fsdp": "full_shard auto_wrap" + (" offload" if offloaded else ""), "fsdp_config": config}
 
 
-def _optim(levers: Levers) -> str:
-    """Without `fused` where the step runs on the host: there DeepSpeed's own takes the place of torch's."""
-    if levers.optimizer == "adamw" and levers.offload_optimizer != "none":
-        return "adamw_torch"
-    return OPTIM[levers.optimizer]
-
-
 # --- versions -----------------------------------------------------------------------------------
 
 
 def _knows(version: str, name: str) -> bool:
     since, gone = _NAMES.get(name, (OLDEST, None))
     return release(since) <= release(version) and (gone is None or release(version) < release(gone))
-
-
-def _check_version(version: str) -> None:
-    if release(version) < release(OLDEST):
-        raise ConfigError(Message("huggingface.version-too-old", version=version, oldest=OLDEST))
-    if release(version)[0] > release(NEWEST)[0]:
-        raise ConfigError(Message("huggingface.version-unknown", version=version, newest=NEWEST))
 
 
 def transformers_wanted(plan: Plan, target: Target) -> Said:

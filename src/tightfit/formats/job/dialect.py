@@ -62,10 +62,10 @@ def check_job(sheet: Sheet) -> None:
     """Ask the door for job files."""
     document = sheet.document
     if is_workers(document.values):
-        sheet.say("job-generated", "", Message("lint.job-generated"), Message("lint.write-job-again"))
+        sheet.note("job-generated", "", "lint.job-generated", "lint.write-job-again")
         return
     for place in document.doubles:
-        sheet.say("key-twice", place, Message("lint.job-key-twice"), Message("lint.keep-one"))
+        sheet.note("key-twice", place, "lint.job-key-twice", "lint.keep-one")
     if document.doubles or document.syntax == "hjson":
         return
     faults = job_faults(document.path)

@@ -26,7 +26,7 @@ from tightfit.formats.llamafactory.keys import (
     templates,
 )
 from tightfit.formats.rules import rules
-from tightfit.formats.sheet import Sheet
+from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, propose
 from tightfit.inputs.spelling import find_slip, listed, nearest, shown
 from tightfit.inputs.versions import release
 from tightfit.messages import Choice, Listing, Message
@@ -64,11 +64,29 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     """Every rule for the YAML, and for the DeepSpeed file that it names, which is returned."""
     version = sheet.target.llamafactory_version
     for place in sheet.document.doubles:
-        sheet.say("key-twice", place, Message("llamafactory.twice"), Message("lint.keep-one"))
+        sheet.note("key-twice", place, "llamafactory.twice", KEEP_ONE)
     if sheet.document.syntax != "yaml" and release(version) >= release(BROKEN_JSON_SINCE):
-        what = Message("llamafactory.cannot-read-json", version=version)
-        sheet.say("lf-json-file", "", what, Message("llamafactory.write-yaml"))
-    _check_keys(sheet, version)
+        sheet.note("lf-json-file", "", "llamafactory.cannot-read-json", "llamafactory.write-yaml", version=version)
+    megatron = any(key.endswith("_model_parallel_size") for key in sheet.document.values)
+    since = {key: first for first, keys in LLAMAFACTORY_ADDED.items() for key in keys.split()}
+    for key, value in sheet.document.values.items():
+        if key in LLAMAFACTORY_GONE:
+            gone, instead = LLAMAFACTORY_GONE[key]
+            if release(version) >= release(gone):
+                what = Message("llamafactory.no-longer-takes", version=version, key=key)
+                sheet.say("lf-version", key, what, propose(instead))
+        elif key in since and release(version) < release(since[key]):
+            what = Message("llamafactory.not-yet", version=version, key=key)
+            sheet.say("lf-version", key, what, Message("llamafactory.delete-or-newer", since=since[key]))
+        elif key not in KNOWN:
+            if key in _MEGATRONS and megatron:
+                continue
+            close = find_slip(key, KNOWN)
+            fix = meant_by_llamafactory(key, value) or (propose(close) if close else None)
+            if fix:
+                sheet.note("lf-unknown", key, "llamafactory.unknown-key", fix, key=key)
+            else:
+                sheet.note("lf-foreign", key, "llamafactory.foreign-key", "llamafactory.delete-unless-yours", key=key)
     check_values(
         sheet,
         WHOLE | OWN_WHOLE,
@@ -89,52 +107,24 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     return deepspeed
 
 
-def _check_keys(sheet: Sheet, version: str) -> None:
-    megatron = any(key.endswith("_model_parallel_size") for key in sheet.document.values)
-    since = {key: first for first, keys in LLAMAFACTORY_ADDED.items() for key in keys.split()}
-    for key, value in sheet.document.values.items():
-        if key in LLAMAFACTORY_GONE:
-            gone, instead = LLAMAFACTORY_GONE[key]
-            if release(version) >= release(gone):
-                what = Message("llamafactory.no-longer-takes", version=version, key=key)
-                sheet.say(
-                    "lf-version", key, what, Message("lint.write", what=instead) if instead else Message("lint.delete")
-                )
-        elif key in since and release(version) < release(since[key]):
-            what = Message("llamafactory.not-yet", version=version, key=key)
-            sheet.say("lf-version", key, what, Message("llamafactory.delete-or-newer", since=since[key]))
-        elif key not in KNOWN:
-            if key in _MEGATRONS and megatron:
-                continue
-            close = find_slip(key, KNOWN)
-            fix = meant_by_llamafactory(key, value) or (Message("lint.write", what=close) if close else None)
-            if fix:
-                what = Message("llamafactory.unknown-key", key=key)
-                sheet.say("lf-unknown", key, what, fix)
-            else:
-                what = Message("llamafactory.foreign-key", key=key)
-                sheet.say("lf-foreign", key, what, Message("llamafactory.delete-unless-yours"))
-
-
 def _check_template(sheet: Sheet, version: str) -> None:
     name, known = sheet.get("template"), templates(version)
     if isinstance(name, str):
         if known is not None and name not in known:
             close = "deepseek3" if name == "deepseekr1" else nearest(name, known)
-            what = Message("llamafactory.no-template", version=version, name=shown(name))
-            sheet.say(
+            sheet.note(
                 "lf-template",
                 "template",
-                what,
-                Message("lint.write", what=close) if close else Message("llamafactory.take-models-template"),
+                "llamafactory.no-template",
+                propose(close) if close else Message("llamafactory.take-models-template"),
+                version=version,
+                name=shown(name),
             )
         model = str(sheet.get("model_name_or_path") or "")
         if "DeepSeek-R1-Distill" in model and name == "deepseek3" and release(version) >= release("0.9.3"):
-            what = Message("llamafactory.distilled-template")
-            sheet.say("lf-reasoning-template", "template", what, Message("lint.write", what="deepseekr1"))
+            sheet.note("lf-reasoning-template", "template", "llamafactory.distilled-template", propose("deepseekr1"))
     elif sheet.on("do_train") and (sheet.get("stage") or "sft") in _CHAT_STAGES:
-        what = Message("llamafactory.template-guessed")
-        sheet.say("lf-no-template", "template", what, Message("llamafactory.write-template"))
+        sheet.note("lf-no-template", "template", "llamafactory.template-guessed", "llamafactory.write-template")
 
 
 # --- data ---------------------------------------------------------------------------------------
@@ -143,12 +133,9 @@ def _check_template(sheet: Sheet, version: str) -> None:
 def _check_data(sheet: Sheet) -> None:
     acts = any(sheet.on(key) for key in ("do_train", "do_eval", "do_predict"))
     if not acts and any(sheet.has(key) for key in _TRAINS) and not sheet.has("export_dir"):
-        what = Message("llamafactory.not-training")
-        sheet.say("lf-not-training", "do_train", what, Message("lint.write", what="do_train: true"))
+        sheet.note("lf-not-training", "do_train", "llamafactory.not-training", propose("do_train: true"))
     if sheet.on("do_train") and not sheet.get("dataset"):
-        sheet.say(
-            "lf-no-dataset", "dataset", Message("llamafactory.no-dataset"), Message("lint.write", what="dataset: NAME")
-        )
+        sheet.note("lf-no-dataset", "dataset", "llamafactory.no-dataset", propose("dataset: NAME"))
     split, data = sheet.number("val_size") or 0, sheet.get("eval_dataset")
     strategy = sheet.get("eval_strategy") or sheet.get("evaluation_strategy")
     judged = sheet.on("do_eval") or sheet.on("do_predict") or strategy in ("steps", "epoch")
@@ -157,22 +144,16 @@ def _check_data(sheet: Sheet) -> None:
         place = "eval_strategy" if sheet.has("eval_strategy") else "do_eval"
         sheet.say("lf-evaluation", place, what, Message("llamafactory.write-evaluation"))
     if data and split > 1e-6:
-        what = Message("llamafactory.two-evaluations")
-        sheet.say("lf-evaluation", "val_size", what, Message("lint.keep-one"))
+        sheet.note("lf-evaluation", "val_size", "llamafactory.two-evaluations", KEEP_ONE)
     if sheet.on("streaming"):
-        _check_streaming(sheet, split)
-
-
-def _check_streaming(sheet: Sheet, split: float) -> None:
-    if sheet.on("do_train") and (sheet.number("max_steps") or -1) < 1:
-        what = Message("llamafactory.stream-needs-steps")
-        sheet.say("lf-streaming", "streaming", what, Message("lint.write", what="max_steps"))
-    if sheet.get("max_samples") is not None:
-        what = Message("llamafactory.stream-max-samples")
-        sheet.say("lf-streaming", "max_samples", what, Message("llamafactory.delete-or-streaming"))
-    if 1e-6 < split < 1:
-        what = Message("llamafactory.stream-share")
-        sheet.say("lf-streaming", "val_size", what, Message("llamafactory.write-samples"))
+        if sheet.on("do_train") and (sheet.number("max_steps") or -1) < 1:
+            sheet.note("lf-streaming", "streaming", "llamafactory.stream-needs-steps", propose("max_steps"))
+        if sheet.get("max_samples") is not None:
+            sheet.note(
+                "lf-streaming", "max_samples", "llamafactory.stream-max-samples", "llamafactory.delete-or-streaming"
+            )
+        if 1e-6 < split < 1:
+            sheet.note("lf-streaming", "val_size", "llamafactory.stream-share", "llamafactory.write-samples")
 
 
 # --- the method ---------------------------------------------------------------------------------
@@ -183,9 +164,7 @@ def _check_method(sheet: Sheet) -> None:
     if method not in _METHODS:
         close = nearest(str(method), _METHODS) or Choice(_METHODS)
         what = Message("llamafactory.refuses-method", method=shown(method))
-        fix = (
-            Message("llamafactory.write-qlora") if str(method).lower() == "qlora" else Message("lint.write", what=close)
-        )
+        fix = Message("llamafactory.write-qlora") if str(method).lower() == "qlora" else propose(close)
         sheet.say("lf-method", "finetuning_type", what, fix)
         return
     idle = [key for key in _LORA_KEYS if sheet.has(key)]
@@ -198,7 +177,7 @@ def _check_method(sheet: Sheet) -> None:
             sheet.say("lf-method", key, what, Message("llamafactory.delete-or-lora"))
     if method != "lora" and sheet.get("adapter_name_or_path"):
         what = Message("llamafactory.refuses-adapter", method=method)
-        sheet.say("lf-method", "adapter_name_or_path", what, Message("lint.write", what="finetuning_type: lora"))
+        sheet.say("lf-method", "adapter_name_or_path", what, propose("finetuning_type: lora"))
     heavy = [key for key in ("use_galore", "use_apollo", "use_badam") if sheet.on(key)]
     if heavy and (method == "lora" or len(heavy) > 1):
         what = Message(
@@ -223,11 +202,14 @@ def _check_quantization(sheet: Sheet, method: str) -> None:
     library = str(sheet.get("quantization_method") or "bnb")
     if library in _BITS and bits not in _BITS[library]:
         takes = listed(map(str, _BITS[library]))
-        sheet.say(
+        sheet.note(
             "lf-quantization",
             place,
-            Message("llamafactory.refuses-bits", library=library, bits=bits, takes=takes),
-            Message("lint.write", what=takes),
+            "llamafactory.refuses-bits",
+            propose(takes),
+            library=library,
+            bits=bits,
+            takes=takes,
         )
     for key in ("pissa_init", "resize_vocab"):
         if sheet.on(key):
@@ -245,20 +227,18 @@ def _check_memory_keys(sheet: Sheet) -> None:
         right = {"False": "disabled", "off": "disabled", "True": "fa2"}.get(
             str(attention), Choice(("auto", "sdpa", "fa2", "disabled"))
         )
-        sheet.say("lf-attention", "flash_attn", what, Message("lint.write", what=right))
+        sheet.say("lf-attention", "flash_attn", what, propose(right))
     if sheet.get("gradient_checkpointing") is False and not sheet.on("disable_gradient_checkpointing"):
-        what = Message("llamafactory.switches-on")
-        sheet.say(
+        sheet.note(
             "lf-checkpointing",
             "gradient_checkpointing",
-            what,
-            Message("lint.write", what="disable_gradient_checkpointing: true"),
+            "llamafactory.switches-on",
+            propose("disable_gradient_checkpointing: true"),
         )
     if sheet.on("packing") and not sheet.on("neat_packing") and (sheet.get("stage") or "sft") == "sft":
-        what = Message("llamafactory.packed-see-each-other")
-        sheet.say("lf-packing", "packing", what, Message("llamafactory.write-neat"))
+        sheet.note("lf-packing", "packing", "llamafactory.packed-see-each-other", "llamafactory.write-neat")
     if sheet.on("neat_packing") and (sheet.get("stage") or "sft") != "sft":
-        sheet.say("lf-method", "neat_packing", Message("llamafactory.neat-only-sft"), Message("lint.delete"))
+        sheet.note("lf-method", "neat_packing", "llamafactory.neat-only-sft", DELETE)
     if sheet.get("deepspeed") and sheet.world == 1:
         what = Message("llamafactory.one-gpu-no-torchrun")
         sheet.say("lf-force-torchrun", "deepspeed", what, Message("llamafactory.use-force-torchrun"))
@@ -282,16 +262,14 @@ def _check_pair(sheet: Sheet, deepspeed: Sheet | None) -> None:
     if stage3:
         for key, instead in _ZERO3_REFUSES.items():
             if sheet.on(key):
-                what = Message("llamafactory.refuses-under-zero3", key=key)
-                sheet.say("pair-zero3", key, what, instead)
+                sheet.note("pair-zero3", key, "llamafactory.refuses-under-zero3", instead, key=key)
     if deepspeed is not None:
         for key in ("use_galore", "use_apollo"):
             if sheet.on(key):
                 what = Message("llamafactory.refuses-with-deepspeed", key=key)
                 sheet.say("pair-deepspeed", key, what, Message("llamafactory.delete-deepspeed"))
         if sheet.on("use_badam") and not stage3:
-            what = Message("llamafactory.badam-needs-zero3")
-            sheet.say("pair-deepspeed", "use_badam", what, Message("llamafactory.use-stage3"))
+            sheet.note("pair-deepspeed", "use_badam", "llamafactory.badam-needs-zero3", "llamafactory.use-stage3")
 
 
 def _check_sharded_quantization(sheet: Sheet, engine: str) -> None:

@@ -75,7 +75,8 @@ def llamafactory_job_from(file: JobText, model: str | None, *, stays: bool = Fal
     if stays and (kernels := _kernels(settings, written)):
         tree["levers"] = {**tree.get("levers", {}), **kernels}
     job, _ = job_from_tree(tree, Source(file=path.name, names=names, kind="yaml"))
-    aside = () if stays else _aside(written, {*READ, *names.values(), *_data_keys(tree)}, path.name)
+    taken = {*READ, *names.values(), *(DATA if "path" in tree.get("data", {}) else ())}
+    aside = () if stays else _aside(written, taken, path.name)
     return LlamaFactoryJob(
         job=job,
         tree=tree,
@@ -152,10 +153,6 @@ def data_path(written: Mapping[str, Any]) -> str | None:
     if not isinstance(folder, str) or folder.startswith(("REMOTE:", "ONLINE")):
         return None
     return f"{Path(folder, DATA_LIST)}:{name.strip()}"
-
-
-def _data_keys(tree: Mapping[str, Any]) -> frozenset[str]:
-    return DATA if "path" in tree.get("data", {}) else frozenset()
 
 
 def _is_ours(key: str, value: object) -> bool:

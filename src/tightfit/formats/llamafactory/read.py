@@ -114,6 +114,8 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
     deepspeed = _deepspeed(said, path)
     if deepspeed is None:
         computing_because.append(Message("llamafactory.no-deepspeed", name=path.name))
+    # left out, pre-training packs and fine-tuning does not
+    asked = said.switch("packing")
     return LlamaFactorySettings(
         file=path.name,
         model=model,
@@ -128,7 +130,7 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
         optimizer=_optimizer(said),
         attention=_attention(said),
         packed=bool(said.switch("neat_packing")),
-        padded=not (_packs(said) or said.switch("neat_packing")),
+        padded=not ((said.values.get("stage") == "pt" if asked is None else asked) or said.switch("neat_packing")),
         loss="fused" if said.switch("enable_liger_kernel") or said.switch("use_liger_kernel") else "plain",
         checkpointing=_checkpointing(said, computing_because),
         max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
@@ -308,12 +310,6 @@ def _method(said: Fields, because: list[Message]) -> Method:
     if bits != 4 or library not in ("bnb", "bitsandbytes"):
         raise ConfigError(Message("llamafactory.bits-not-priced", bits=bits, library=library, file=said.file))
     return "qlora"
-
-
-def _packs(said: Fields) -> bool:
-    """Left out, pre-training packs and fine-tuning does not."""
-    asked = said.switch("packing")
-    return said.values.get("stage") == "pt" if asked is None else asked
 
 
 def _lora(said: Fields, pure: bool) -> Lora:

@@ -118,7 +118,30 @@ _PROCESS_GROUP_TIMEOUT_S = 180_000_000
 def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file for `llamafactory-cli train`; an error where it would train something else."""
     way, original = require_way(plan), target.original
-    _refuse(plan, way, target)
+    version, levers, shape = target.llamafactory_version, way.levers, way.shape
+    at = release(version)
+    check_llamafactory(levers, shape, version)
+    if levers.is_fsdp2:
+        raise ConfigError(Message("llamafactory.llamafactory-cli-cannot-start-fsdp2"))
+    if levers.loss == "fused" and shape.model_type not in fuses_under_llamafactory(at):
+        raise ConfigError(Message("llamafactory.no-fused-loss", version=version, model_type=shape.model_type))
+    if not levers.master_weights and (levers.stage == 3 or levers.precision != "bf16"):
+        if levers.stage == 3:
+            raise ConfigError(Message("llamafactory.no-pure-zero3"))
+        raise ConfigError(Message("llamafactory.no-pure-precision", precision=levers.precision))
+    if way.hardware.gpu.vendor == "cpu" and levers.stage == 3:
+        raise ConfigError(Message("llamafactory.no-zero3-on-cpu"))
+    limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
+    if limit and release(target.deepspeed_version) > release(limit):
+        raise ConfigError(
+            Message(
+                "llamafactory.refuses-deepspeed",
+                version=version,
+                deepspeed_version=target.deepspeed_version,
+                limit=limit,
+            )
+        )
+    _name(plan, way)
     sections: dict[str, dict[str, Any]] = {
         "llamafactory.about-model": _model(plan, way),
         "llamafactory.about-method": _method(plan.job, way.levers),
@@ -267,33 +290,6 @@ def _adapter_notes(way: Way) -> list[Message]:
 
 
 # --- what cannot be written ---------------------------------------------------------------------
-
-
-def _refuse(plan: Plan, way: Way, target: Target) -> None:
-    version, levers, shape = target.llamafactory_version, way.levers, way.shape
-    at = release(version)
-    check_llamafactory(levers, shape, version)
-    if levers.is_fsdp2:
-        raise ConfigError(Message("llamafactory.llamafactory-cli-cannot-start-fsdp2"))
-    if levers.loss == "fused" and shape.model_type not in fuses_under_llamafactory(at):
-        raise ConfigError(Message("llamafactory.no-fused-loss", version=version, model_type=shape.model_type))
-    if not levers.master_weights and (levers.stage == 3 or levers.precision != "bf16"):
-        if levers.stage == 3:
-            raise ConfigError(Message("llamafactory.no-pure-zero3"))
-        raise ConfigError(Message("llamafactory.no-pure-precision", precision=levers.precision))
-    if way.hardware.gpu.vendor == "cpu" and levers.stage == 3:
-        raise ConfigError(Message("llamafactory.no-zero3-on-cpu"))
-    limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
-    if limit and release(target.deepspeed_version) > release(limit):
-        raise ConfigError(
-            Message(
-                "llamafactory.refuses-deepspeed",
-                version=version,
-                deepspeed_version=target.deepspeed_version,
-                limit=limit,
-            )
-        )
-    _name(plan, way)
 
 
 # --- the sections -------------------------------------------------------------------------------

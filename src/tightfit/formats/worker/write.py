@@ -50,12 +50,21 @@ def deepspeed_file_of(plan: Plan) -> str | None:
 def worker_json(plan: Plan) -> str:
     """Everything that the worker needs, and what it should find."""
     way, job = require_way(plan), plan.job
+    lora, overlong = way.levers.lora, "skip" if way.skips_long else "cut"
+    gpu, host = way.footprint.gpu, way.footprint.host
     config: dict[str, Any] = {
         "schema": SCHEMA,
         "model": _model(plan, way),
         "levers": flags_from_levers(way.levers),
         "buckets": asdict(way.levers.buckets),
-        "lora": _lora(job, way.levers),
+        "lora": lora
+        and {
+            "rank": lora.rank,
+            "alpha": lora_alpha(job, way.levers),
+            "dropout": job.lora.dropout,
+            "targets": "all" if lora.targets is None else list(lora.targets),
+            "dtype": lora.dtype,
+        },
         "world": {
             "nodes": way.hardware.nodes,
             "gpus_per_node": way.hardware.gpus_per_node,
@@ -66,7 +75,7 @@ def worker_json(plan: Plan) -> str:
         "effective_batch": way.effective_batch,
         "deepspeed": deepspeed_file_of(plan),
         "nvme_path": job.hardware.nvme_path,
-        "data": _data(job, way),
+        "data": asdict(job.data) | {"max_samples": job.max_samples, "overlong": overlong},
         "training": training_values(job, way.levers),
         "evaluation": asdict(job.evaluation),
         "saving": asdict(job.saving),
@@ -74,7 +83,25 @@ def worker_json(plan: Plan) -> str:
         "timeout_s": time_limit_s(job),
         "tier": job.tier,
         "changes": list(map(str, way.changes)),
-        "predicted": _predictions(way),
+        "predicted": {
+            "gpu": {
+                "peak_bytes": gpu.peak_bytes,
+                "peak_phase": gpu.peak_phase,
+                "init_peak_bytes": gpu.init_peak_bytes,
+                "required_bytes": gpu.required_bytes,
+                "limit_bytes": way.gpu_limit_bytes,
+                "phases": {name: phase.total_bytes for name, phase in gpu.phases.items()},
+                "milestones": _milestones(way),
+            },
+            "host": {
+                "peak_bytes_per_rank": host.peak_bytes_per_rank,
+                "peak_bytes_per_node": host.peak_bytes_per_node,
+                "nvme_bytes_per_node": host.nvme_bytes_per_node,
+            },
+            "trainable_parameters": way.footprint.trainable_parameters,
+            "step_s": way.pace.step_s,
+            "tokens_per_s": way.pace.tokens_per_s,
+        },
     }
     return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -170,46 +197,6 @@ def _origin(source: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any] 
         return None, str(path.absolute()) if path.exists() else word
     found = find_config(word)
     return dict(config_from_fields(found.config, name) if found.is_block else found.config), None
-
-
-def _data(job: Job, way: Way) -> dict[str, Any]:
-    overlong = "skip" if way.skips_long else "cut"
-    return asdict(job.data) | {"max_samples": job.max_samples, "overlong": overlong}
-
-
-def _lora(job: Job, levers: Levers) -> dict[str, Any] | None:
-    if levers.lora is None:
-        return None
-    return {
-        "rank": levers.lora.rank,
-        "alpha": lora_alpha(job, levers),
-        "dropout": job.lora.dropout,
-        "targets": "all" if levers.lora.targets is None else list(levers.lora.targets),
-        "dtype": levers.lora.dtype,
-    }
-
-
-def _predictions(way: Way) -> dict[str, Any]:
-    gpu, host = way.footprint.gpu, way.footprint.host
-    return {
-        "gpu": {
-            "peak_bytes": gpu.peak_bytes,
-            "peak_phase": gpu.peak_phase,
-            "init_peak_bytes": gpu.init_peak_bytes,
-            "required_bytes": gpu.required_bytes,
-            "limit_bytes": way.gpu_limit_bytes,
-            "phases": {name: phase.total_bytes for name, phase in gpu.phases.items()},
-            "milestones": _milestones(way),
-        },
-        "host": {
-            "peak_bytes_per_rank": host.peak_bytes_per_rank,
-            "peak_bytes_per_node": host.peak_bytes_per_node,
-            "nvme_bytes_per_node": host.nvme_bytes_per_node,
-        },
-        "trainable_parameters": way.footprint.trainable_parameters,
-        "step_s": way.pace.step_s,
-        "tokens_per_s": way.pace.tokens_per_s,
-    }
 
 
 def _milestones(way: Way) -> dict[str, int]:

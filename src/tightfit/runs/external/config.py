@@ -146,7 +146,15 @@ def read_training(command: Command) -> ExternalTraining:
     named = deepspeed_name(made)
     if named is None:
         return made
-    return replace(made, deepspeed=read_document(_find_deepspeed_file(named, made)))
+    # from here, as the trainer looks for it, or from where the file lies that names it
+    by = made.settings or made.accelerate
+    places: list[Path] = [Path(named).expanduser()]
+    places += [] if by is None else [by.path.parent / named]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        who = by.path.name if by is not None else Message("runs.the-command")
+        raise ConfigError(Message("external.no-deepspeed-file", who=who, name=named))
+    return replace(made, deepspeed=read_document(found))
 
 
 def _deepspeed_flag(external: ExternalTraining) -> Flag | None:
@@ -169,18 +177,6 @@ def deepspeed_name(external: ExternalTraining) -> str | None:
         if isinstance(place, str) and place.endswith(_JSON):
             return place
     return None
-
-
-def _find_deepspeed_file(named: str, external: ExternalTraining) -> Path:
-    """From here, as the trainer looks for it, or from where the file lies that names it."""
-    by = external.settings or external.accelerate
-    places: list[Path] = [Path(named).expanduser()]
-    places += [] if by is None else [by.path.parent / named]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        who = by.path.name if by is not None else Message("runs.the-command")
-        raise ConfigError(Message("external.no-deepspeed-file", who=who, name=named))
-    return found
 
 
 def _read_hints(path: Path) -> Document | None:

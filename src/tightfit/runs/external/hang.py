@@ -111,7 +111,14 @@ def ask_for_stacks(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
             stands.append((pid, frames[0] if frames else "no Python frame"))
         else:
             mute += _is_python(pid)
-            said = _ask_kernel(pid)
+            # the call in which the process waits, and the kernel's own stack where this user may read it
+            entry, found = PROC / str(pid), []
+            with suppress(OSError):
+                name = (entry / "wchan").read_text(encoding="ascii", errors="replace").strip()
+                found.append(f"waits in {name}" if name not in ("", "0") else "waits in no call of the kernel")
+            with suppress(OSError):
+                found += (entry / "stack").read_text(encoding="ascii", errors="replace").splitlines()
+            said = "\n".join(found)
             stands.append((pid, said.splitlines()[0] if said else "gone"))
         texts.append(f"--- process {pid}: {_command(pid)}\n{said}\n")
     with suppress(OSError):
@@ -133,17 +140,6 @@ def _spy(spy: str, pid: int) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 and done.stdout.strip() else None
-
-
-def _ask_kernel(pid: int) -> str:
-    """The call in which the process waits, and the kernel's own stack where this user may read it."""
-    entry, found = PROC / str(pid), []
-    with suppress(OSError):
-        name = (entry / "wchan").read_text(encoding="ascii", errors="replace").strip()
-        found.append(f"waits in {name}" if name not in ("", "0") else "waits in no call of the kernel")
-    with suppress(OSError):
-        found += (entry / "stack").read_text(encoding="ascii", errors="replace").splitlines()
-    return "\n".join(found)
 
 
 def _is_python(pid: int) -> bool:

@@ -84,8 +84,7 @@ def _engine(external: ExternalTraining, now: Knobs) -> Iterator[NextConfig]:
     if now.stage is None:
         return
     if now.stage < 2:
-        word = Message("external.stage", old=now.stage, new=2)
-        yield NextConfig(knobs=replace(now, stage=2), changed=(word,))
+        yield NextConfig(knobs=replace(now, stage=2), changed=(Message("external.stage", old=now.stage, new=2),))
     elif now.offload_optimizer == "none":
         yield NextConfig(knobs=replace(now, offload_optimizer="cpu"), changed=(Message("external.optimizer-on-host"),))
     elif now.stage == 2:

@@ -134,7 +134,12 @@ def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: 
     while process.poll() is None:
         if signals.caught and wish is None:
             wish, deadline = signals.caught[0][0], time.monotonic() + GRACE_S
-            _pass_on(process.pid, mark, wish)
+            # as a terminal would do it: to every process
+            tell(process.pid, signal.Signals(wish))
+            for pid in carriers_of(mark):
+                with suppress(ProcessLookupError, PermissionError):
+                    if os.getpgid(pid) != process.pid:
+                        os.kill(pid, wish)
         if wish is not None and (signals.times > 1 or time.monotonic() > deadline):
             return wish
         watch.look()
@@ -142,15 +147,6 @@ def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: 
             return wish
         time.sleep(LOOK_S)
     return wish
-
-
-def _pass_on(group: int, mark: str, number: int) -> None:
-    """As a terminal would do it: to every process."""
-    tell(group, signal.Signals(number))
-    for pid in carriers_of(mark):
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) != group:
-                os.kill(pid, number)
 
 
 def _end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:

@@ -36,7 +36,17 @@ def ranks_of(external: ExternalTraining, hardware: Hardware, environment: Mappin
     if command.starter == "deepspeed":
         return _deepspeed(external, there)
     if command.starter in ("accelerate", "trl"):
-        return _accelerate(external, there)
+        # `num_processes` counts those of all machines
+        said = {}
+        for name in ("num_machines", "num_processes"):
+            value = _launcher_word(external, name)
+            if value is None and external.command.starter == "trl":
+                value = external.said(name)
+            if value is None and external.accelerate is not None:
+                value = external.accelerate.values.get(name)
+            said[name] = _count(str(value))
+        machines = said["num_machines"] or 1
+        return RankCount(machines, max(1, (said["num_processes"] or there * machines) // machines))
     return RankCount(1, 1 if command.starter == "python" else there)
 
 
@@ -67,20 +77,6 @@ def _hostfile(name: str | None) -> list[int]:
     if path is None or not path.is_file():
         return []
     return [int(slots) for _, slots in _SLOTS.findall(path.read_text(encoding="utf-8", errors="replace"))]
-
-
-def _accelerate(external: ExternalTraining, there: int) -> RankCount:
-    """`num_processes` counts those of all machines."""
-    said = {}
-    for name in ("num_machines", "num_processes"):
-        value = _launcher_word(external, name)
-        if value is None and external.command.starter == "trl":
-            value = external.said(name)
-        if value is None and external.accelerate is not None:
-            value = external.accelerate.values.get(name)
-        said[name] = _count(str(value))
-    machines = said["num_machines"] or 1
-    return RankCount(machines, max(1, (said["num_processes"] or there * machines) // machines))
 
 
 def _launcher_word(external: ExternalTraining, *names: str) -> str | None:

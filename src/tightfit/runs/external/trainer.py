@@ -160,11 +160,29 @@ class ExternalTrainer:
             self.advisor.learn(self.external, gone.peak)
         if interrupted:
             return "interrupted", None
+        # what the fixes of a diagnosis should fit
+        now = knobs_of(self.external)
+        known = KnownConfig(
+            stage=now.stage,
+            offload_optimizer=now.offload_optimizer,
+            offload_param=now.offload_param,
+            pin_memory=now.pin_memory,
+            micro_batch=now.micro_batch,
+            accumulation=now.accumulation,
+            sequence=now.sequence,
+            checkpointing=now.checkpointing,
+            trainer="huggingface" if self.external.is_hugging_face and not self.external.files else None,
+        )
+        for path in self.external.files:
+            try:
+                known = completed(known, read_known_config(path))
+            except UserError:
+                continue
         evidence = Evidence(
             logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
             exits=(RankExit(rank=None, code=gone.code, at=gone.at),),
             kernel=gone.kernel.lines,
-            config=_config_of(self.external),
+            config=known,
         )
         found = judge(evidence).verdict
         if not failed:  # a model of NaNs is no result, whatever the program thinks of it
@@ -182,7 +200,24 @@ class ExternalTrainer:
         if verdict.kind in NUMBERS:
             return stop(Message("external.same-numbers")), ()
         if decision.action == "smaller plan" and decision.shortfall is not None:
-            return self._smaller(decision, decision.shortfall, verdict, records)
+            kept = kept_by(self.external)
+            step = self._step(decision.shortfall, verdict, kept)
+            if step is None:
+                other = without_smaller(verdict, records, self._describe_end())
+                return (self._again(other) if other.action == "same plan" else other), ()
+            edits = edits_of(self.external, knobs_of(self.external), step.knobs)
+            if lost := self._describe_loss(kept):
+                return stop(Message("external.may-fit-but", changes=Listing(step.changed, ";"), why=lost)), ()
+            place = saves_itself(self.external) if kept is None else kept.path
+            if step.crosses and place is not None and not (self.external.is_llamafactory and kept and kept.adapter):
+                if not self.retry_anyway:
+                    changes = Listing(step.changed, ";")
+                    return stop(Message("external.may-fit-anew", changes=changes, name=place.name)), ()
+                kept, edits = None, replace(edits, trainer={**edits.trainer, "resume_from_checkpoint": None})
+            where = self._resume(edits, kept, crosses=step.crosses)
+            self.advisor.took(step)
+            costs = [Message("external.as-allowed", costs=Listing(step.costs))] if step.costs else []
+            return replace(decision, because=_because(step.because, *costs, where)), step.changed
         if decision.action == "wait":
             waited = self.advisor.wait_for_room(self.external, lambda: bool(self.signals.caught))
             decision = replace(decision, action="same plan", wait_s=0.0 if waited else LONGEST_WAIT_S)
@@ -201,28 +236,6 @@ class ExternalTrainer:
             return stop(Message("external.may-pass-unknown"))
         where = self._resume(Edits(), kept)
         return replace(decision, because=_because(decision.because, where))
-
-    def _smaller(
-        self, decision: Decision, shortfall: Shortfall, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[Said, ...]]:
-        kept = kept_by(self.external)
-        step = self._step(shortfall, verdict, kept)
-        if step is None:
-            other = without_smaller(verdict, records, self._describe_end())
-            return (self._again(other) if other.action == "same plan" else other), ()
-        edits = edits_of(self.external, knobs_of(self.external), step.knobs)
-        if lost := self._describe_loss(kept):
-            return stop(Message("external.may-fit-but", changes=Listing(step.changed, ";"), why=lost)), ()
-        place = saves_itself(self.external) if kept is None else kept.path
-        if step.crosses and place is not None and not (self.external.is_llamafactory and kept and kept.adapter):
-            if not self.retry_anyway:
-                changes = Listing(step.changed, ";")
-                return stop(Message("external.may-fit-anew", changes=changes, name=place.name)), ()
-            kept, edits = None, replace(edits, trainer={**edits.trainer, "resume_from_checkpoint": None})
-        where = self._resume(edits, kept, crosses=step.crosses)
-        self.advisor.took(step)
-        costs = [Message("external.as-allowed", costs=Listing(step.costs))] if step.costs else []
-        return replace(decision, because=_because(step.because, *costs, where)), step.changed
 
     def _describe_loss(self, kept: Kept | None) -> Message | None:
         """What a new start would throw away, and how to prevent it; None: nothing, or the user wants it so."""
@@ -261,7 +274,18 @@ class ExternalTrainer:
             if external.said("resume_from_checkpoint") is not None and "resume_from_checkpoint" not in trainer:
                 where = Message("external.from-as-before", name=external.said("resume_from_checkpoint"))
         elif crosses:
-            trainer |= _carry_adapter(external, kept)
+            # the adapter goes on in a folder of its own: what lies in the old one belongs to another way to compute
+            folder = output_of(external)
+            assert folder is not None
+            base, number = re.sub(r"\.tightfit-\d+$", "", str(folder).rstrip("/")), 2
+            while Path(f"{base}.tightfit-{number}").exists():
+                number += 1
+            made: dict[str, Any] = {"adapter_name_or_path": str(kept.path), "output_dir": f"{base}.tightfit-{number}"}
+            if kept.max_steps is not None and kept.max_steps > kept.step:
+                made["max_steps"] = kept.max_steps - kept.step
+            if external.said("resume_from_checkpoint") is not None:
+                made["resume_from_checkpoint"] = None
+            trainer |= made
             where = Message("external.adapter-kept", step=kept.step, folder=trainer["output_dir"])
         elif means == "by itself":
             where = Message("external.finds-itself", name=kept.path.name)
@@ -329,43 +353,6 @@ def _describe_hang(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
         named = blame_build_lock(found, Message("runs.the-command"), locks)
         return replace(named, kind="environment") if locks else named  # it would wait again
     return found
-
-
-def _carry_adapter(external: ExternalTraining, kept: Kept) -> dict[str, Any]:
-    """The adapter goes on in a folder of its own: what lies in the old one belongs to another way to compute."""
-    folder = output_of(external)
-    assert folder is not None
-    base, number = re.sub(r"\.tightfit-\d+$", "", str(folder).rstrip("/")), 2
-    while Path(f"{base}.tightfit-{number}").exists():
-        number += 1
-    made: dict[str, Any] = {"adapter_name_or_path": str(kept.path), "output_dir": f"{base}.tightfit-{number}"}
-    if kept.max_steps is not None and kept.max_steps > kept.step:
-        made["max_steps"] = kept.max_steps - kept.step
-    if external.said("resume_from_checkpoint") is not None:
-        made["resume_from_checkpoint"] = None
-    return made
-
-
-def _config_of(external: ExternalTraining) -> KnownConfig:
-    """What the fixes of a diagnosis should fit."""
-    now = knobs_of(external)
-    known = KnownConfig(
-        stage=now.stage,
-        offload_optimizer=now.offload_optimizer,
-        offload_param=now.offload_param,
-        pin_memory=now.pin_memory,
-        micro_batch=now.micro_batch,
-        accumulation=now.accumulation,
-        sequence=now.sequence,
-        checkpointing=now.checkpointing,
-        trainer="huggingface" if external.is_hugging_face and not external.files else None,
-    )
-    for path in external.files:
-        try:
-            known = completed(known, read_known_config(path))
-        except UserError:
-            continue
-    return known
 
 
 def _last_step(log: Path) -> int | None:
