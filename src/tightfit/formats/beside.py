@@ -76,36 +76,42 @@ def yaml_tree_with(values: Mapping[str, Any], changes: Mapping[str, Any]) -> str
 
 def yaml_text_with(text: str, changes: Mapping[str, Any]) -> str:
     """`changes`: key of the top level → value; None takes it away. Every other byte stays."""
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    assert isinstance(node, yaml.MappingNode)
-    spans = {key.value: (key.start_mark.index, key, value) for key, value in node.value}
-    if node.flow_style:
+    changed = change_in_place(text, changes)
+    if changed is None:
         return yaml_tree_with(yaml.safe_load(text), changes)
-    new = {key: value for key, value in changes.items() if key not in spans and value is not None}
-    for start, key, value in sorted(
-        (span for name, span in spans.items() if name in changes), reverse=True, key=_place
-    ):
-        text = _replace_span(text, start, value.end_mark.index, key.value, changes[key.value])
-    if new:
-        text = text.rstrip("\n") + "\n" + "".join(f"{_line(key, value)}\n" for key, value in new.items())
-    return text
+    body, added = changed
+    return "\n".join([body.rstrip("\n"), *added, ""]) if added else body
 
 
-def _place(span: tuple[int, Any, Any]) -> int:
-    return span[0]
+def change_in_place(body: str, changes: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """The text with the keys changed that it has, and a line for each that it has not; None: it is no plain list of
+    keys."""
+    root = yaml.compose(body, Loader=yaml.SafeLoader)
+    if not isinstance(root, yaml.MappingNode) or root.flow_style:
+        return None
+    nodes = {key.value: (key, value) for key, value in root.value}
+    for name in sorted(set(changes) & set(nodes), key=lambda name: -nodes[name][0].start_mark.index):
+        key, value = nodes[name]
+        start, end = key.end_mark.index, max(_end(value), key.end_mark.index)
+        if changes[name] is None:
+            begins = body.rfind("\n", 0, key.start_mark.index) + 1
+            ends = body.find("\n", end)
+            body = body[:begins] + ("" if ends < 0 else body[ends + 1 :])
+        else:
+            colon = body.index(":", start) + 1
+            body = f"{body[:colon]} {scalar(changes[name])}{body[max(end, colon) :]}"
+    return body, [f"{key}: {scalar(value)}" for key, value in changes.items() if key not in nodes and value is not None]
 
 
-def _replace_span(text: str, start: int, end: int, key: str, value: Any) -> str:
-    """A block's end mark lies at the start of the next key: the line break before it stays."""
-    ended = end
-    while ended > start and text[ended - 1] in "\n ":
-        ended -= 1
-    if value is not None:
-        return text[:start] + _line(key, value) + text[ended:]
-    after = text.find("\n", ended)
-    return text[:start] + ("" if after < 0 else text[after + 1 :])
+def _end(node: yaml.Node) -> int:
+    """Where the last word of a value ends: PyYAML counts the blank lines after a list as the list's."""
+    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
+        last = node.value[-1]
+        return _end(last[1] if isinstance(last, tuple) else last)
+    return int(node.end_mark.index)
 
 
-def _line(key: str, value: Any) -> str:
-    dumped = yaml.safe_dump(value, allow_unicode=True, width=10**6, default_flow_style=True)
-    return f"{key}: {dumped.removesuffix(chr(10)).removesuffix(chr(10) + '...')}"
+def scalar(value: object) -> str:
+    """A value as YAML: 1.0e-05, which is read as a number, and 'no', which is not read as false."""
+    plain: str = yaml.safe_dump(value, allow_unicode=True, width=10**6, default_flow_style=True)
+    return plain.removesuffix("\n").removesuffix("\n...")

@@ -134,20 +134,16 @@ def _read_json(path: Path, text: str) -> Document:
     try:
         values, syntax = json.loads(text), "json"
     except (ValueError, RecursionError):
-        values, syntax = _read_hjson(path, text), "hjson"
+        import hjson
+
+        try:
+            values, syntax = hjson.loads(text, object_pairs_hook=dict), "hjson"
+        except (ValueError, OverflowError, RecursionError):  # OverflowError: how Hjson answers 1e400
+            # Hjson forgives so much that its complaints are no help: what is said is how to make it JSON.
+            raise ConfigError(Message("lint.no-json", name=path.name, fix=json_fault(text))) from None
     lines, doubles = _scan(text)
     remedy = json_fault(text) if syntax == "hjson" else ""
     return Document(path=path, values=values, syntax=syntax, lines=lines, doubles=doubles, json_remedy=remedy)
-
-
-def _read_hjson(path: Path, text: str) -> Any:
-    """Hjson forgives so much that its complaints are no help: what is said is how to make it JSON."""
-    import hjson
-
-    try:
-        return hjson.loads(text, object_pairs_hook=dict)
-    except (ValueError, OverflowError, RecursionError):  # OverflowError: how Hjson answers 1e400
-        raise ConfigError(Message("lint.no-json", name=path.name, fix=json_fault(text))) from None
 
 
 _SKIP = re.compile(r"(?:[\s,]|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
@@ -187,7 +183,9 @@ def _scan(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
             continue
         else:
             found = _STRING.match(text, at) or _LITERAL.match(text, at)
-            at = found.end() if found else _end_of_line(text, at)
+            # Hjson's bare text ends with its line; a lone character is stepped over in any case.
+            end = text.find("\n", at)
+            at = found.end() if found else len(text) if end < 0 else max(end, at + 1)
         name, wants_key = None, bool(blocks) and blocks[-1][0] == "{"
         at = _skip(text, at)
     return lines, tuple(doubles)
@@ -196,12 +194,6 @@ def _scan(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
 def _skip(text: str, at: int) -> int:
     found = _SKIP.match(text, at)
     return found.end() if found else at
-
-
-def _end_of_line(text: str, at: int) -> int:
-    """Hjson's bare text ends with its line; a lone character is stepped over in any case."""
-    end = text.find("\n", at)
-    return len(text) if end < 0 else max(end, at + 1)
 
 
 def _unquote(word: str) -> str:

@@ -18,7 +18,6 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tightfit.formats.registry import dialects
 from tightfit.formats.worker.read import SCHEMA
@@ -80,17 +79,12 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
 
 def _own_names(folder: Path) -> frozenset[str]:
     """What of a plan that lies there we wrote."""
-    record, listed = (_read(folder / name) for name in (RECORD, LIST))
+    trees = [find_json(folder / name) for name in (RECORD, LIST)]
+    record, listed = (tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {} for tree in trees)
     if {"levers", "predicted", "saving"} <= set(record):
         return PLAN_FILES | {LIST}
     names = listed.get("files")
     return frozenset(map(str, names)) | {LIST} if isinstance(names, list) else frozenset()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A record of ours; empty: it is none."""
-    tree = find_json(path)
-    return tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {}
 
 
 def _unmake(made: list[Path]) -> None:

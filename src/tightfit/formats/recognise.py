@@ -60,7 +60,7 @@ def _weight(key: str, dialect: Dialect) -> int:
     return 1 if nearest(key, dialect.telling, cutoff=0.85) else 0
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Configs of trainers that lint does not know, told by keys that are theirs alone.
 #
 # Their keys overlap with those of LLaMA-Factory and TrainingArguments, so that a file would be taken for one of these
@@ -145,7 +145,7 @@ def name_declined_program(values: Mapping[str, Any]) -> str | None:
     return next((each.name for each in DECLINED if each.needs <= keys and len(each.telling & keys) >= each.least), None)
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a user's own config file says, as far as it decides which fixes are open: any trainer's, or a job file.
 #
 # Nothing is checked here; `tightfit lint` does that. A value that cannot be read is one that is not known.

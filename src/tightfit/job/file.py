@@ -29,7 +29,7 @@ from tightfit.job.fields import (
     job_from_tree,
     wrong,
 )
-from tightfit.job.text import JobText, is_json, name_in, read_job_text, read_tree
+from tightfit.job.text import JobText, is_json, name_in, read_job_text
 from tightfit.job.training import FIELDS as EVERY_FIELDS
 from tightfit.job.training import Translated, translate, translate_saving
 from tightfit.messages import Choice, Language, Listing, Message, Said, text
@@ -124,7 +124,7 @@ def names_in(tree: Mapping[str, Any], before: str = "") -> frozenset[str]:
 def job_faults(path: Path) -> tuple[UserError, ...]:
     """Every error for which `read_job` would refuse the file, where it can go on after the first."""
     try:
-        ours, found = _translate_all(_check_own(read_tree(path), path.name), path.name)
+        ours, found = _translate_all(_check_own(read_job_text(path).tree, path.name), path.name)
     except UserError as error:
         return (error,)
     if ours is None:
@@ -212,14 +212,14 @@ def _check_warmup(given: Mapping[str, Any]) -> None:
         raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-ratio", must=must, value=value))
 
 
-def dump_job(job: Job) -> dict[str, Any]:
-    """The job as plain values: only the fields that differ from their defaults."""
-    return _differences(job)
-
-
-def stage_of(job: Job, number: int, file: str | None = None) -> Job:
-    """The job of one of its stages, counted from 1."""
-    return merge_stage(job, dump_job(job), number, file)
+def dump_job(block: Any) -> dict[str, Any]:
+    """A job, or a block of one, as plain values: only the fields that differ from their defaults."""
+    plain: dict[str, Any] = {}
+    for each in fields(block):
+        value = getattr(block, each.name)
+        if value != default_of(each):
+            plain[each.name] = dump_job(value) if is_dataclass(value) else _copy(value)
+    return plain
 
 
 # --- from a job to what is computed -------------------------------------------------------------
@@ -392,7 +392,11 @@ def _check_ids(job: Job, source: Source) -> Iterator[UserError]:
 
 
 def _check_stages(job: Job, source: Source) -> Iterator[UserError]:
-    yield from check_stages(job, dump_job(job), source.file)
+    for number in range(1, len(job.stages) + 1):
+        try:
+            stage_of(job, number, source.file)
+        except UserError as error:
+            yield error
 
 
 def _check_words(job: Job, source: Source) -> Iterator[UserError]:
@@ -472,23 +476,13 @@ def field_at(job: Job, path: str) -> Any:
     return value
 
 
-def _differences(block: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for each in fields(block):
-        value = getattr(block, each.name)
-        if value == default_of(each):
-            continue
-        plain[each.name] = _differences(value) if is_dataclass(value) else _copy(value)
-    return plain
-
-
 def _copy(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copy(inside) for key, inside in value.items()}
     return [_copy(inside) for inside in value] if isinstance(value, list | tuple) else value
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Several trainings in one job file: `stages`, each from the model that the one before it left.
 #
 # A stage is a block of the job's own fields, which win over those outside it:
@@ -506,8 +500,8 @@ FOR_ALL = ("model", "stages", "hardware", "saving.folder")
 """What belongs to the whole job: no stage has its own."""
 
 
-def merge_stage(job: Job, tree: Mapping[str, Any], number: int, file: str | None) -> Job:
-    """The job of one stage, counted from 1. `tree`: the job as plain values."""
+def stage_of(job: Job, number: int, file: str | None = None) -> Job:
+    """The job of one of its stages, counted from 1."""
     block = job.stages[number - 1]
     for path in FOR_ALL:
         outer, _, inner = path.rpartition(".")
@@ -515,7 +509,7 @@ def merge_stage(job: Job, tree: Mapping[str, Any], number: int, file: str | None
         if isinstance(inside, Mapping) and inner in inside:
             name, fix = name_in(f"stages[{number}].{path}", file), Message("job.stand-outside", names=Choice(FOR_ALL))
             raise ConfigError(Message("job.for-all-stages", name=name, fix=fix))
-    merged = _lay_over({key: value for key, value in tree.items() if key != "stages"}, block)
+    merged = _lay_over({key: value for key, value in dump_job(job).items() if key != "stages"}, block)
     for length, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if length in block and other not in block:
             merged.pop(other, None)
@@ -526,15 +520,6 @@ def merge_stage(job: Job, tree: Mapping[str, Any], number: int, file: str | None
     ours = translate(merged, file or text("job.the-job"))
     made, _ = job_from_tree(ours.tree, Source(file=file, names={**names, **ours.names}, kind="yaml"))
     return made
-
-
-def check_stages(job: Job, tree: Mapping[str, Any], file: str | None) -> Iterator[UserError]:
-    """What is wrong in the stages, a sentence for each stage."""
-    for number in range(1, len(job.stages) + 1):
-        try:
-            merge_stage(job, tree, number, file)
-        except UserError as error:
-            yield error
 
 
 def stage_folder(root: str | Path, number: int) -> Path:

@@ -36,11 +36,6 @@ class JobText:
     """The same in plain values."""
 
 
-def read_tree(path: Path) -> Mapping[str, Any]:
-    """The fields of a job file, as they are written there."""
-    return read_job_text(path).tree
-
-
 def read_job_text(path: Path) -> JobText:
     text = read_text(path, Message("job.a-job-file"))
     values = _json(text, path.name) if is_json(path) else _yaml(text, path.name)

@@ -286,7 +286,7 @@ class _Translation:
         self.names[path] = name
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The short and the older words for how often a checkpoint is written and how many stay.
 #
 # `every: 500` and `every: 10m` are one field to a person and two to the worker; `keep` and `save_total_limit` are

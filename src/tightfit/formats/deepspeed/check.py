@@ -145,7 +145,7 @@ RULES = rules(
 CHECKED = (KEY_TWICE, NOT_FINITE, *RULES)
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rules for a DeepSpeed JSON, first half: is every key one that DeepSpeed reads, and every value of its kind?
 #
 # DeepSpeed has two ways with a key that it does not know. Blocks that pydantic reads refuse it; everywhere else, the
@@ -367,7 +367,7 @@ def _check_auto(sheet: Sheet) -> None:
         sheet.note("ds-auto", filled[0], "deepspeed.autos", "deepspeed.write-numbers", filled=len(filled))
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rules for a DeepSpeed JSON: is each value one that its key takes?
 #
 # The blocks that pydantic reads are strict about ranges and lenient about spelling: "yes" is true and "12" is a

@@ -125,7 +125,7 @@ REMOVED_IN = "0.19.8"
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What changed in DeepSpeed's config between 0.14.0 and 0.19.8: one table, and the questions to ask of it.
 #
 # Read from the sources of all 47 releases in that range (`runtime/zero/config.py`, `zero/offload_config.py`,

@@ -267,7 +267,7 @@ OLDER_ARGUMENTS_GONE = "5.22"
 """A release of transformers that takes none of the older fields any more; some left earlier."""
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What other trainers and scripts call the keys of LLaMA-Factory and TrainingArguments.
 #
 # Spelling does not find these: `lora_target_modules` looks like `optim_target_modules` and means `lora_target`. Only

@@ -147,7 +147,7 @@ def _visible(plan: Plan) -> Iterator[str]:
     yield f"(( ${{#gpus[@]}} >= {wanted} )) {or_stop(text('launch.too-few-visible', wanted=wanted))}"
 
 
-# --- ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # `slurm.sbatch`: the same training under SLURM, on one node or several.
 #
 # One task a GPU, which is a rank: SLURM signals the tasks that it started and nothing below them, and torchrun would

@@ -7,11 +7,12 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
 
+from tightfit.formats.beside import change_in_place, scalar
 from tightfit.formats.llamafactory.keys import FIELD_OF
 from tightfit.formats.target import Original
 from tightfit.formats.worker.write import require_way
@@ -48,7 +49,11 @@ def write_edits(plan: Plan, original: Original, values: Mapping[str, Any], head:
     kept = "\n".join(line for line in original.text.splitlines() if not line.startswith(HEAD)).strip("\n")
     wanted = {**original.written, **{edit.key: edit.value for edit in edits}}
     wanted = {key: value for key, value in wanted.items() if value is not None or key not in {e.key for e in edits}}
-    body = _splice(kept, edits)
+    changed = change_in_place(kept, {edit.key: edit.value for edit in edits})
+    body = None
+    if changed is not None:
+        body, added = changed
+        body = "\n".join([body.rstrip("\n"), *(["", *added] if added else [])])
     if body is None or yaml.safe_load(body) != wanted:  # a form that cannot be changed in place
         body = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=10**6).rstrip("\n")
     return "\n".join([*(HEAD + " ".join(line.split()) for line in lines), "", body]) + "\n"
@@ -185,41 +190,3 @@ def _from_paths(plan: Plan, original: Original) -> Iterator[Edit]:
     for key, path in original.paths.items():
         if key != "dataset_dir" or keeps_data(plan, original):
             yield Edit(key, path, Message("llamafactory.other-folder"))
-
-
-# --- the text -----------------------------------------------------------------------------------
-
-
-def _splice(body: str, edits: Sequence[Edit]) -> str | None:
-    """The text with the edits; None: it is no plain list of keys."""
-    root = yaml.compose(body, Loader=yaml.SafeLoader)
-    if not isinstance(root, yaml.MappingNode) or root.flow_style:
-        return None
-    nodes = {key.value: (key, value) for key, value in root.value}
-    new = {edit.key: edit.value for edit in edits}
-    for name in sorted(set(new) & set(nodes), key=lambda name: -nodes[name][0].start_mark.index):
-        key, value = nodes[name]
-        start, end = key.end_mark.index, max(_end(value), key.end_mark.index)
-        if new[name] is None:
-            begins = body.rfind("\n", 0, key.start_mark.index) + 1
-            ends = body.find("\n", end)
-            body = body[:begins] + ("" if ends < 0 else body[ends + 1 :])
-        else:
-            colon = body.index(":", start) + 1
-            body = f"{body[:colon]} {scalar(new[name])}{body[max(end, colon) :]}"
-    added = [f"{key}: {scalar(value)}" for key, value in new.items() if key not in nodes and value is not None]
-    return "\n".join([body.rstrip("\n"), *(["", *added] if added else [])])
-
-
-def _end(node: yaml.Node) -> int:
-    """Where the last word of a value ends: PyYAML counts the blank lines after a list as the list's."""
-    if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
-        last = node.value[-1]
-        return _end(last[1] if isinstance(last, tuple) else last)
-    return int(node.end_mark.index)
-
-
-def scalar(value: object) -> str:
-    """A value as YAML: 1.0e-05, which is read as a number, and 'no', which is not read as false."""
-    plain: str = yaml.safe_dump(value, allow_unicode=True, width=10**6, default_flow_style=True)
-    return plain.removesuffix("\n").removesuffix("\n...")

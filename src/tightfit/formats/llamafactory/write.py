@@ -38,8 +38,9 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from tightfit.formats.beside import scalar
 from tightfit.formats.huggingface.write import OPTIM, liger_unproven, say_need
-from tightfit.formats.llamafactory.edit import keeps_data, scalar, write_edits
+from tightfit.formats.llamafactory.edit import keeps_data, write_edits
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import (
     clip,
