@@ -92,7 +92,7 @@ def parse_size(text: str) -> int:
     """Bytes in '512GB', '1.5TB', '65520 MiB', '80G'. Every unit is a power of 1024: GB reads as GiB."""
     match = _SIZE.fullmatch(_plain(text))
     if match is None:
-        raise HardwareError(Message("machine.not-a-size", word=_quote(text)))
+        raise HardwareError(Message("machine.not-a-size", word=_quote(text), fix=Message("machine.write-size")))
     size = round(float(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise HardwareError(Message("machine.empty-size", word=_quote(text)))
@@ -198,7 +198,7 @@ def _explain_unknown(word: str, name: _Name) -> Message:
     close = get_close_matches(name.key, families, n=6, cutoff=0.6)
     names = list(dict.fromkeys(families[key][0].family for key in close))[:3]
     if not names:
-        return Message("machine.unknown-card", word=_quote(word))
+        return Message("machine.unknown-card", word=_quote(word), fix=Message("machine.see-gpus"))
     return Message("machine.unknown-card-near", word=_quote(word), names=Choice(names))
 
 

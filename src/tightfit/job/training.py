@@ -210,7 +210,7 @@ class _Translation:
         if isinstance(model, Mapping):
             for key in ("family", "model_type"):
                 if model.get(key, family) != family:
-                    raise self._twice("job.two-families", "model_type", f"model.{key}")
+                    raise self._twice("job.two-families", "model_type", f"model.{key}", at=f"model.{key}")
             rest = {key: value for key, value in model.items() if key != "model_type"}
             self.tree["model"] = {"family": family, **rest}
         elif model is not None:

@@ -61,7 +61,7 @@ from tightfit.model.presets import PRESETS, checkpoint_of, find_checkpoint
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.trainers import OLDEST_LLAMAFACTORY, check_llamafactory, fuses_under_llamafactory
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import ConfigError, Levers, ModelShape
+from tightfit.types import ConfigError, ModelShape
 
 DATASET_INFO = "dataset_info.json"
 DATASET = "train"
@@ -143,14 +143,9 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
             )
         )
     _name(plan, way)
-    sections: dict[str, dict[str, Any]] = {
-        "llamafactory.about-model": _model(plan, way),
-        "llamafactory.about-method": _method(plan.job, way.levers),
-        "llamafactory.about-data": _data(plan, way, target),
-        "llamafactory.about-optimizer": _optimizer(plan.job, way.levers),
-        "llamafactory.about-memory": _memory(way, deepspeed_file),
-        "llamafactory.about-evaluation": _evaluation(plan.job, way.levers),
-        "llamafactory.about-saving": _saving(plan.job),
+    sections = {
+        title: {key: value for key, value in values.items() if value is not None}
+        for title, values in _sections(plan, way, target, deepspeed_file).items()
     }
     known: dict[str, object] = {
         "version": target.llamafactory_version,
@@ -310,118 +305,94 @@ def _name(plan: Plan, way: Way) -> str:
     return weights
 
 
-def _model(plan: Plan, way: Way) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "model_name_or_path": _name(plan, way),
-        "trust_remote_code": plan.job.trust_remote_code,
-        "flash_attn": _ATTENTION[way.levers.attention],
-    }
-    if way.levers.method == "qlora":
-        values |= {
-            "quantization_bit": 4,
-            "quantization_method": "bnb",
-            "quantization_type": "nf4",
-            "double_quantization": True,
-        }
-    return values
-
-
-def _method(job: Job, levers: Levers) -> dict[str, Any]:
-    stage = "pt" if job.data.format == "text" else "sft"
-    values: dict[str, Any] = {"stage": stage, "do_train": True}
-    if levers.lora is None:
-        return values | {"finetuning_type": "full"}
-    alpha = lora_alpha(job, levers)
-    assert alpha is not None
-    return values | {
-        "finetuning_type": "lora",
-        "lora_rank": levers.lora.rank,
-        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-        "lora_dropout": job.lora.dropout,
-        "lora_target": "all" if levers.lora.targets is None else ",".join(levers.lora.targets),
-    }
-
-
-def _data(plan: Plan, way: Way, target: Target) -> dict[str, Any]:
-    job = plan.job
+def _sections(plan: Plan, way: Way, target: Target, deepspeed_file: str | None) -> dict[str, dict[str, Any]]:
+    """The keys of the file, under the messages that stand above them; None: left out."""
+    job, levers, lora = plan.job, way.levers, way.levers.lora
     folder, name = listed(job.data.path) or (".", DATASET)
-    values: dict[str, Any] = {"dataset": name, "dataset_dir": folder}
-    if job.data.format != "text":
-        template = _template(plan, way, target)
-        values |= {"template": template} if template else {}
-    values |= {"cutoff_len": way.levers.sequence, "packing": job.data.packing}
-    if _packs_apart(job):
-        values["neat_packing"] = True
-    if job.max_samples is not None:
-        values["max_samples"] = job.max_samples
-    return values | {"dataloader_num_workers": way.levers.dataloader_workers}
+    quantised, adapted = levers.method == "qlora", lora is not None
+    alpha = lora_alpha(job, levers) or 0.0
+    # On the host DeepSpeed's own Adam takes the place of torch's, which must not be the fused one then.
+    on_host = levers.optimizer == "adamw" and levers.offload_optimizer != "none"
+    rounds, every, judged = epochs(job), save_steps(job), job.evaluation.split > 0
+    judged_every = job.evaluation.every_steps if judged else None
+    time_limit_s(job)  # a time that cannot be read is an error in every file
+    return {
+        "llamafactory.about-model": {
+            "model_name_or_path": _name(plan, way),
+            "trust_remote_code": job.trust_remote_code,
+            "flash_attn": _ATTENTION[levers.attention],
+            "quantization_bit": 4 if quantised else None,
+            "quantization_method": "bnb" if quantised else None,
+            "quantization_type": "nf4" if quantised else None,
+            "double_quantization": True if quantised else None,
+        },
+        "llamafactory.about-method": {
+            "stage": "pt" if job.data.format == "text" else "sft",
+            "do_train": True,
+            "finetuning_type": "lora" if adapted else "full",
+            "lora_rank": lora and lora.rank,
+            "lora_alpha": (int(alpha) if alpha.is_integer() else alpha) if adapted else None,
+            "lora_dropout": job.lora.dropout if adapted else None,
+            "lora_target": lora and ("all" if lora.targets is None else ",".join(lora.targets)),
+        },
+        "llamafactory.about-data": {
+            "dataset": name,
+            "dataset_dir": folder,
+            "template": (_template(plan, way, target) or None) if job.data.format != "text" else None,
+            "cutoff_len": levers.sequence,
+            "packing": job.data.packing,
+            "neat_packing": True if _packs_apart(job) else None,
+            "max_samples": job.max_samples,
+            "dataloader_num_workers": levers.dataloader_workers,
+        },
+        "llamafactory.about-optimizer": {
+            "optim": "adamw_torch" if on_host else OPTIM[levers.optimizer],
+            "learning_rate": learning_rate(job, levers),
+            "lr_scheduler_type": job.schedule,
+            "weight_decay": float(job.weight_decay),
+            "max_grad_norm": clip(job, levers),
+            "per_device_train_batch_size": levers.micro_batch,
+            "gradient_accumulation_steps": levers.accumulation,
+            # Every transformers that these releases accept has it; only the newest take a share as warmup_steps.
+            "warmup_ratio": float(job.warmup) if 0 < job.warmup < 1 else None,
+            "warmup_steps": None if 0 < job.warmup < 1 else math.ceil(job.warmup),
+            "max_steps": job.max_steps if rounds is None else None,
+            "num_train_epochs": rounds,
+            "seed": job.seed,
+        },
+        "llamafactory.about-memory": {
+            "bf16": levers.precision == "bf16",
+            "fp16": levers.precision == "fp16",
+            "pure_bf16": None if levers.master_weights else True,
+            "disable_gradient_checkpointing": levers.checkpointing.layers == 0,
+            "use_unsloth_gc": True if levers.checkpointing.offload else None,
+            "enable_liger_kernel": levers.loss == "fused",
+            "deepspeed": deepspeed_file,
+            "ddp_timeout": _PROCESS_GROUP_TIMEOUT_S,
+            "use_cpu": True if way.hardware.gpu.vendor == "cpu" else None,
+        },
+        "llamafactory.about-evaluation": {
+            "val_size": float(job.evaluation.split) if judged else None,
+            "do_eval": True if judged else None,
+            "per_device_eval_batch_size": levers.micro_batch if judged else None,
+            "prediction_loss_only": True if judged else None,
+            "eval_strategy": "no" if judged_every is None else "steps",
+            "eval_steps": judged_every,
+        },
+        "llamafactory.about-saving": {
+            "output_dir": job.saving.folder,
+            "logging_steps": logging_steps(job),
+            "report_to": "none",
+            "save_strategy": "no" if every is None else "steps",
+            "save_steps": every,
+            "save_total_limit": None if every is None else job.saving.keep_last,
+        },
+    }
 
 
 def _packs_apart(job: Job) -> bool:
     """Its plain packing lets the samples of a sequence see each other; text of stage pt is never kept apart."""
     return job.data.packing and job.data.format != "text"
-
-
-def _optimizer(job: Job, levers: Levers) -> dict[str, Any]:
-    # On the host DeepSpeed's own Adam takes the place of torch's, which must not be the fused one then.
-    on_host = levers.optimizer == "adamw" and levers.offload_optimizer != "none"
-    values: dict[str, Any] = {
-        "optim": "adamw_torch" if on_host else OPTIM[levers.optimizer],
-        "learning_rate": learning_rate(job, levers),
-        "lr_scheduler_type": job.schedule,
-        "weight_decay": float(job.weight_decay),
-        "max_grad_norm": clip(job, levers),
-        "per_device_train_batch_size": levers.micro_batch,
-        "gradient_accumulation_steps": levers.accumulation,
-    }
-    # Every transformers that these releases accept has warmup_ratio; only the newest take a share as warmup_steps.
-    if 0 < job.warmup < 1:
-        values["warmup_ratio"] = float(job.warmup)
-    else:
-        values["warmup_steps"] = math.ceil(job.warmup)
-    rounds = epochs(job)
-    values |= {"max_steps": job.max_steps} if rounds is None else {"num_train_epochs": rounds}
-    return values | {"seed": job.seed}
-
-
-def _memory(way: Way, deepspeed_file: str | None) -> dict[str, Any]:
-    levers = way.levers
-    values: dict[str, Any] = {"bf16": levers.precision == "bf16", "fp16": levers.precision == "fp16"}
-    if not levers.master_weights:
-        values["pure_bf16"] = True
-    values["disable_gradient_checkpointing"] = levers.checkpointing.layers == 0
-    if levers.checkpointing.offload:
-        values["use_unsloth_gc"] = True
-    values["enable_liger_kernel"] = levers.loss == "fused"
-    if deepspeed_file is not None:
-        values["deepspeed"] = deepspeed_file
-    values["ddp_timeout"] = _PROCESS_GROUP_TIMEOUT_S
-    if way.hardware.gpu.vendor == "cpu":
-        values["use_cpu"] = True
-    return values
-
-
-def _evaluation(job: Job, levers: Levers) -> dict[str, Any]:
-    if job.evaluation.split <= 0:
-        return {"eval_strategy": "no"}
-    values: dict[str, Any] = {
-        "val_size": float(job.evaluation.split),
-        "do_eval": True,
-        "per_device_eval_batch_size": levers.micro_batch,
-        "prediction_loss_only": True,
-    }
-    if job.evaluation.every_steps is None:
-        return values | {"eval_strategy": "no"}
-    return values | {"eval_strategy": "steps", "eval_steps": job.evaluation.every_steps}
-
-
-def _saving(job: Job) -> dict[str, Any]:
-    time_limit_s(job)  # a time that cannot be read is an error in every file
-    values: dict[str, Any] = {"output_dir": job.saving.folder, "logging_steps": logging_steps(job), "report_to": "none"}
-    every = save_steps(job)
-    if every is None:
-        return values | {"save_strategy": "no"}
-    return values | {"save_strategy": "steps", "save_steps": every, "save_total_limit": job.saving.keep_last}
 
 
 # --- the template -------------------------------------------------------------------------------
