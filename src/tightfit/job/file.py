@@ -2,9 +2,9 @@
 
 A job file is the one input that a user writes for us alone, so nothing in it is guessed silently: an unknown field
 is an error that names the nearest one, a value is what its field takes or an error that says what it takes, and
-what was read leniently comes back as a sentence beside the job. `job_text` reads the file,
-`job_fields` holds the types and their sentences, `job_training` the form of file that other training scripts use.
-What only shows between two fields is checked here.
+what was read leniently comes back as a sentence beside the job. `text.py` reads the file, `fields.py` holds the types
+and their sentences, `training.py` the form of file that other training scripts use. What only shows between two fields
+is checked here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A key at its default is not written: `zero_optimization` refuses keys that a release does not know, so each that says
 nothing new only ties the file to a release. Defaults that moved between releases (`gradient_clipping`, `pin_memory`,
 bf16's `check_grad_overflow`) are always written, and nothing is left to `auto`, which is filled in by one trainer and
-not by another. Which keys a release knows is asked of `deepspeed_versions`. Left out on purpose:
+not by another. Which keys a release knows is asked of `keys.py`. Left out on purpose:
 
 - `optimizer`. Hugging Face's Trainer, LLaMA-Factory and our worker each make the optimizer themselves, with the
   weight decay of norms and biases as they see fit. With the block in the file, the Trainer hands all parameters
