@@ -54,16 +54,84 @@ def _check_alone(sheet: Sheet) -> None:
                 what = Message("accelerate.nobody-reads", key=key, block=block)
                 sheet.say("acc-typo", f"{block}.{key}", what, propose(find_slip(key, known)))
     kind = _check_type(sheet)
-    _check_precision(sheet)
-    _check_machines(sheet, kind)
+    precision = sheet.get("mixed_precision")
+    if precision is False:
+        sheet.say(
+            "acc-bare-no", "mixed_precision", _bare_no("mixed_precision"), Message("lint.write-quoted", what="'no'")
+        )
+    elif precision is not None and str(precision).lower() not in ("no", "fp16", "bf16", "fp8"):
+        what = Message("accelerate.refuses-precision", precision=shown(precision))
+        sheet.say(
+            "acc-mixed-precision",
+            "mixed_precision",
+            what,
+            propose(Choice(("bf16", "fp16", "fp8", "'no'"))),
+        )
+    for place in ("dynamo_config.dynamo_backend", "dynamo_config.backend"):
+        if sheet.get(place) is False:
+            sheet.say("acc-bare-no", place, _bare_no("dynamo_backend"), Message("lint.write-quoted", what="'NO'"))
+    machines = int(sheet.number("num_machines") or 1)
+    processes = sheet.number("num_processes")
+    if processes is None and kind not in ("NO", None):
+        sheet.note("acc-no-processes", "num_processes", "accelerate.no-processes", "accelerate.write-all-gpus")
+    if processes is not None and machines > 1 and processes % machines:
+        sheet.note(
+            "acc-processes",
+            "num_processes",
+            "accelerate.processes-never-come",
+            Message("accelerate.write-multiple", machines=machines),
+            machines=machines,
+            each=int(processes // machines),
+            processes=processes,
+        )
+    if sheet.world is not None and processes is not None and processes != sheet.world:
+        what = Message("accelerate.processes-differ", processes=processes, world=sheet.world)
+        sheet.say("acc-processes", "num_processes", what, propose(sheet.world))
+    if machines > 1:
+        rank = sheet.number("machine_rank") or 0
+        if rank >= machines:
+            what = Message("accelerate.rank-too-high", last=machines - 1)
+            sheet.say("acc-machines", "machine_rank", what, Message("accelerate.write-rank", last=machines - 1))
+        launcher = sheet.get("deepspeed_config.deepspeed_multinode_launcher") or "pdsh"
+        if kind == "DEEPSPEED" and launcher != "standard":
+            if not sheet.get("deepspeed_config.deepspeed_hostfile"):
+                what = Message("accelerate.no-hostfile")
+                sheet.say(
+                    "acc-hostfile", "deepspeed_config.deepspeed_hostfile", what, Message("accelerate.add-hostfile")
+                )
+        elif not sheet.get("main_process_ip"):
+            sheet.note("acc-machines", "main_process_ip", "accelerate.no-address", "accelerate.write-address")
+    if sheet.has("gpu_ids"):
+        _check_gpu_ids(sheet, processes, machines)
     if kind == "DEEPSPEED":
         _check_deepspeed(sheet)
     if kind == "FSDP":
         version = 2 if str(_fsdp(sheet, "version")[1]) == "2" else 1
         if version == 1:
-            _check_fsdp1(sheet)
+            place, value = _fsdp(sheet, "reshard_after_forward")
+            if value is not None:
+                sheet.note("acc-fsdp1-key", place, "accelerate.fsdp1-default", "accelerate.version2-or-strategy")
+            place, value = _fsdp(sheet, "activation_checkpointing_offload")
+            if value not in _OFF:
+                sheet.note("acc-fsdp-value", place, "accelerate.refused-with-fsdp1", propose("fsdp_version: 2"))
         else:
-            _check_fsdp2(sheet)
+            for key in _FSDP1_ONLY:
+                place, value = _fsdp(sheet, key)
+                if value not in (*_OFF, "NO_PREFETCH", "FULL_SHARD"):
+                    what = Message("accelerate.fsdp2-has-not", key=key)
+                    fix = propose("fsdp_reshard_after_forward") if key == "sharding_strategy" else DELETE
+                    sheet.say("acc-fsdp2-key", place, what, fix)
+            place, value = _fsdp(sheet, "reshard_after_forward")
+            if value is not None and str(value).lower() not in ("true", "false", "yes", "no", "1", "0", "on", "off"):
+                what = Message("accelerate.fsdp2-takes-switch", value=shown(value))
+                sheet.say("acc-fsdp-value", place, what, Message("accelerate.write-reshard"))
+            place, value = _fsdp(sheet, "state_dict_type")
+            if value == "LOCAL_STATE_DICT":
+                sheet.note("acc-fsdp-value", place, "accelerate.refuses-local-dict", propose("SHARDED_STATE_DICT"))
+            place, value = _fsdp(sheet, "activation_checkpointing_offload")
+            if value not in _OFF and _fsdp(sheet, "activation_checkpointing")[1] in _OFF:
+                what = Message("accelerate.needs-checkpointing")
+                sheet.say("acc-fsdp-value", place, what, propose("fsdp_activation_checkpointing: true"))
         sync, wanted = _fsdp(sheet, "sync_module_states")
         if wanted in (False, "false") and _fsdp(sheet, "cpu_ram_efficient_loading")[1] not in (False, "false"):
             sheet.note("acc-fsdp-sync", sync, "accelerate.sync-refused", "accelerate.sync-fix")
@@ -118,64 +186,7 @@ def _bare_no(key: str) -> Message:
     return Message("accelerate.bare-no", key=key)
 
 
-def _check_precision(sheet: Sheet) -> None:
-    precision = sheet.get("mixed_precision")
-    if precision is False:
-        sheet.say(
-            "acc-bare-no", "mixed_precision", _bare_no("mixed_precision"), Message("lint.write-quoted", what="'no'")
-        )
-    elif precision is not None and str(precision).lower() not in ("no", "fp16", "bf16", "fp8"):
-        what = Message("accelerate.refuses-precision", precision=shown(precision))
-        sheet.say(
-            "acc-mixed-precision",
-            "mixed_precision",
-            what,
-            propose(Choice(("bf16", "fp16", "fp8", "'no'"))),
-        )
-    for place in ("dynamo_config.dynamo_backend", "dynamo_config.backend"):
-        if sheet.get(place) is False:
-            sheet.say("acc-bare-no", place, _bare_no("dynamo_backend"), Message("lint.write-quoted", what="'NO'"))
-
-
 # --- processes and machines ---------------------------------------------------------------------
-
-
-def _check_machines(sheet: Sheet, kind: str | None) -> None:
-    machines = int(sheet.number("num_machines") or 1)
-    processes = sheet.number("num_processes")
-    if processes is None and kind not in ("NO", None):
-        sheet.note("acc-no-processes", "num_processes", "accelerate.no-processes", "accelerate.write-all-gpus")
-    if processes is not None and machines > 1 and processes % machines:
-        sheet.note(
-            "acc-processes",
-            "num_processes",
-            "accelerate.processes-never-come",
-            Message("accelerate.write-multiple", machines=machines),
-            machines=machines,
-            each=int(processes // machines),
-            processes=processes,
-        )
-    if sheet.world is not None and processes is not None and processes != sheet.world:
-        what = Message("accelerate.processes-differ", processes=processes, world=sheet.world)
-        sheet.say("acc-processes", "num_processes", what, propose(sheet.world))
-    if machines > 1:
-        _check_several(sheet, kind, machines)
-    if sheet.has("gpu_ids"):
-        _check_gpu_ids(sheet, processes, machines)
-
-
-def _check_several(sheet: Sheet, kind: str | None, machines: int) -> None:
-    rank = sheet.number("machine_rank") or 0
-    if rank >= machines:
-        what = Message("accelerate.rank-too-high", last=machines - 1)
-        sheet.say("acc-machines", "machine_rank", what, Message("accelerate.write-rank", last=machines - 1))
-    launcher = sheet.get("deepspeed_config.deepspeed_multinode_launcher") or "pdsh"
-    if kind == "DEEPSPEED" and launcher != "standard":
-        if not sheet.get("deepspeed_config.deepspeed_hostfile"):
-            what = Message("accelerate.no-hostfile")
-            sheet.say("acc-hostfile", "deepspeed_config.deepspeed_hostfile", what, Message("accelerate.add-hostfile"))
-    elif not sheet.get("main_process_ip"):
-        sheet.note("acc-machines", "main_process_ip", "accelerate.no-address", "accelerate.write-address")
 
 
 def _check_gpu_ids(sheet: Sheet, processes: float | None, machines: int) -> None:
@@ -255,35 +266,6 @@ def _fsdp(sheet: Sheet, key: str) -> tuple[str, object]:
     block = sheet.block("fsdp_config")
     name = key if key in block else f"fsdp_{key}"
     return f"fsdp_config.{name}", block.get(name)
-
-
-def _check_fsdp1(sheet: Sheet) -> None:
-    place, value = _fsdp(sheet, "reshard_after_forward")
-    if value is not None:
-        sheet.note("acc-fsdp1-key", place, "accelerate.fsdp1-default", "accelerate.version2-or-strategy")
-    place, value = _fsdp(sheet, "activation_checkpointing_offload")
-    if value not in _OFF:
-        sheet.note("acc-fsdp-value", place, "accelerate.refused-with-fsdp1", propose("fsdp_version: 2"))
-
-
-def _check_fsdp2(sheet: Sheet) -> None:
-    for key in _FSDP1_ONLY:
-        place, value = _fsdp(sheet, key)
-        if value not in (*_OFF, "NO_PREFETCH", "FULL_SHARD"):
-            what = Message("accelerate.fsdp2-has-not", key=key)
-            fix = propose("fsdp_reshard_after_forward") if key == "sharding_strategy" else DELETE
-            sheet.say("acc-fsdp2-key", place, what, fix)
-    place, value = _fsdp(sheet, "reshard_after_forward")
-    if value is not None and str(value).lower() not in ("true", "false", "yes", "no", "1", "0", "on", "off"):
-        what = Message("accelerate.fsdp2-takes-switch", value=shown(value))
-        sheet.say("acc-fsdp-value", place, what, Message("accelerate.write-reshard"))
-    place, value = _fsdp(sheet, "state_dict_type")
-    if value == "LOCAL_STATE_DICT":
-        sheet.note("acc-fsdp-value", place, "accelerate.refuses-local-dict", propose("SHARDED_STATE_DICT"))
-    place, value = _fsdp(sheet, "activation_checkpointing_offload")
-    if value not in _OFF and _fsdp(sheet, "activation_checkpointing")[1] in _OFF:
-        what = Message("accelerate.needs-checkpointing")
-        sheet.say("acc-fsdp-value", place, what, propose("fsdp_activation_checkpointing: true"))
 
 
 KEYS = frozenset(

@@ -186,10 +186,74 @@ def check_keys(sheet: Sheet) -> None:
     for place in sheet.document.doubles:
         sheet.note("key-twice", place, "deepspeed.refuses-twice", KEEP_ONE)
     _check_block(sheet, "")
-    _check_deprecated(sheet)
-    _check_moved_defaults(sheet)
-    _check_texts(sheet)
-    _check_auto(sheet)
+    # old spellings, and two spellings of one key
+    zero = sheet.block("zero_optimization")
+    heirs = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+    for old, new in _DEPRECATED.items():
+        place = f"zero_optimization.{old}"
+        if zero.get(old) is None:
+            continue
+        if heirs.get(old) in zero:
+            sheet.note(
+                "ds-same-key",
+                place,
+                "deepspeed.refuses-old-beside-new",
+                Message("lint.delete-key", key=old),
+                old=old,
+                heirs=heirs[old],
+            )
+        else:
+            sheet.note("ds-deprecated", place, "deepspeed.old-spelling", propose(new), old=old)
+    for key in zero:
+        if f"stage3_{key}" in zero and key in KEYS["zero_optimization"]:
+            what = Message("deepspeed.one-key-twice", key=key)
+            sheet.say("ds-same-key", f"zero_optimization.{key}", what, Message("lint.keep", key=f"stage3_{key}"))
+    # only where the key would act: clipping always, the others in a block that is there and on
+    version = sheet.target.deepspeed_version
+    for place, since, before, now in MOVED_DEFAULTS:
+        if release(version) < release(ARRIVED.get(place, "0")):
+            continue
+        outer, _, key = place.rpartition(".")
+        acts = not outer or (outer == "bf16" and sheet.on("bf16.enabled"))
+        acts = acts or sheet.get(f"{outer}.device") in ("cpu", "nvme")
+        if acts and not sheet.has(place):
+            value = now if release(version) >= release(since) else before
+            what = Message("deepspeed.default-moved", key=key, before=shown(before), since=since, now=shown(now))
+            fix = Message("deepspeed.write-to-keep", value=shown(value), version=version)
+            if sheet.paired and place == "gradient_clipping":
+                fix = Message("deepspeed.write-auto-clipping")
+            sheet.say("ds-moved-default", place, what, fix)
+    # numbers and switches in quotes
+    for place, value in walk(sheet.document.values):
+        outer, _, key = place.rpartition(".")
+        if not isinstance(value, str) or key in _TEXTS or outer not in KEYS or key not in KEYS[outer]:
+            continue
+        coerced = outer in LOUD and not outer.endswith("params")
+        if value.lower() in ("true", "false") and not coerced:
+            what = Message("deepspeed.text-is-true", value=shown(value))
+            sheet.say("ds-text-switch", place, what, Message("lint.write-unquoted", what=value.lower()))
+            continue
+        number = as_number(value)
+        if number is None or (coerced and place in TAKES and TAKES[place].kind == "switch"):
+            continue
+        if coerced and not (set("eE.") & set(value) and not key.endswith(("ratio", "scale", "perc"))):
+            what = Message("deepspeed.compared-as-text", value=shown(value))
+            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=value))
+        else:
+            what = Message("deepspeed.text-not-number", value=shown(value))
+            sheet.say("ds-number-text", place, what, Message("lint.write-unquoted", what=value))
+    # `auto`, which the Hugging Face layer fills in where it knows how
+    filled = []
+    for place, value in walk(sheet.document.values):
+        outer, _, key = place.rpartition(".")
+        if value != "auto" or outer not in KEYS or key not in KEYS[outer]:
+            continue
+        if place in FILLED:
+            filled.append(place)
+        elif place != "zero_optimization.stage" and outer not in LOUD and place not in KEYS:
+            sheet.note("ds-auto-unfilled", place, "deepspeed.auto-unfilled", "deepspeed.write-value", place=place)
+    if filled and not sheet.paired:
+        sheet.note("ds-auto", filled[0], "deepspeed.autos", "deepspeed.write-numbers", filled=len(filled))
     if sheet.document.syntax == "hjson" and not sheet.paired:
         sheet.note(
             "ds-hjson",
@@ -286,85 +350,7 @@ def _not_a_block(sheet: Sheet, place: str, value: object) -> None:
     sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-enabled-block"))
 
 
-def _check_deprecated(sheet: Sheet) -> None:
-    zero = sheet.block("zero_optimization")
-    heirs = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-    for old, new in _DEPRECATED.items():
-        place = f"zero_optimization.{old}"
-        if zero.get(old) is None:
-            continue
-        if heirs.get(old) in zero:
-            sheet.note(
-                "ds-same-key",
-                place,
-                "deepspeed.refuses-old-beside-new",
-                Message("lint.delete-key", key=old),
-                old=old,
-                heirs=heirs[old],
-            )
-        else:
-            sheet.note("ds-deprecated", place, "deepspeed.old-spelling", propose(new), old=old)
-    for key in zero:
-        if f"stage3_{key}" in zero and key in KEYS["zero_optimization"]:
-            what = Message("deepspeed.one-key-twice", key=key)
-            sheet.say("ds-same-key", f"zero_optimization.{key}", what, Message("lint.keep", key=f"stage3_{key}"))
-
-
-def _check_moved_defaults(sheet: Sheet) -> None:
-    """Only where the key would act: clipping always, the others in a block that is there and on."""
-    version = sheet.target.deepspeed_version
-    for place, since, before, now in MOVED_DEFAULTS:
-        if release(version) < release(ARRIVED.get(place, "0")):
-            continue
-        outer, _, key = place.rpartition(".")
-        acts = not outer or (outer == "bf16" and sheet.on("bf16.enabled"))
-        acts = acts or sheet.get(f"{outer}.device") in ("cpu", "nvme")
-        if acts and not sheet.has(place):
-            value = now if release(version) >= release(since) else before
-            what = Message("deepspeed.default-moved", key=key, before=shown(before), since=since, now=shown(now))
-            fix = Message("deepspeed.write-to-keep", value=shown(value), version=version)
-            if sheet.paired and place == "gradient_clipping":
-                fix = Message("deepspeed.write-auto-clipping")
-            sheet.say("ds-moved-default", place, what, fix)
-
-
 # --- values -------------------------------------------------------------------------------------
-
-
-def _check_texts(sheet: Sheet) -> None:
-    """Numbers and switches in quotes."""
-    for place, value in walk(sheet.document.values):
-        outer, _, key = place.rpartition(".")
-        if not isinstance(value, str) or key in _TEXTS or outer not in KEYS or key not in KEYS[outer]:
-            continue
-        coerced = outer in LOUD and not outer.endswith("params")
-        if value.lower() in ("true", "false") and not coerced:
-            what = Message("deepspeed.text-is-true", value=shown(value))
-            sheet.say("ds-text-switch", place, what, Message("lint.write-unquoted", what=value.lower()))
-            continue
-        number = as_number(value)
-        if number is None or (coerced and place in TAKES and TAKES[place].kind == "switch"):
-            continue
-        if coerced and not (set("eE.") & set(value) and not key.endswith(("ratio", "scale", "perc"))):
-            what = Message("deepspeed.compared-as-text", value=shown(value))
-            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=value))
-        else:
-            what = Message("deepspeed.text-not-number", value=shown(value))
-            sheet.say("ds-number-text", place, what, Message("lint.write-unquoted", what=value))
-
-
-def _check_auto(sheet: Sheet) -> None:
-    filled = []
-    for place, value in walk(sheet.document.values):
-        outer, _, key = place.rpartition(".")
-        if value != "auto" or outer not in KEYS or key not in KEYS[outer]:
-            continue
-        if place in FILLED:
-            filled.append(place)
-        elif place != "zero_optimization.stage" and outer not in LOUD and place not in KEYS:
-            sheet.note("ds-auto-unfilled", place, "deepspeed.auto-unfilled", "deepspeed.write-value", place=place)
-    if filled and not sheet.paired:
-        sheet.note("ds-auto", filled[0], "deepspeed.autos", "deepspeed.write-numbers", filled=len(filled))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -693,7 +679,14 @@ def check_values(sheet: Sheet) -> None:
                 sheet.say("ds-nvme-stage", f"{place}.device", what, Message("deepspeed.cpu-or-stage3"))
             elif device == "nvme" and not sheet.get(f"{place}.nvme_path"):
                 sheet.note("ds-nvme-path", f"{place}.device", "deepspeed.nvme-without-path", "deepspeed.add-nvme-path")
-        _check_partial(sheet, stage)
+        place = "zero_optimization.offload_optimizer"
+        ratio = sheet.number(f"{place}.ratio")
+        if ratio is not None and ratio < 1 and stage < 3:
+            what = Message("deepspeed.ratio-needs-stage3", ratio=ratio, stage=stage)
+            sheet.say("ds-ratio-stage", f"{place}.ratio", what, Message("deepspeed.stage3-or-no-ratio"))
+        if sheet.on(f"{place}.super_offload") and stage < 3:
+            what = Message("deepspeed.super-offload-ignored", stage=stage)
+            sheet.say("ds-super-offload-stage", f"{place}.super_offload", what, Message("deepspeed.stage3-or-delete"))
         _check_stage_keys(sheet, stage)
     bf16 = "bf16" if sheet.has("bf16") else "bfloat16"
     if sheet.on("fp16.enabled") and sheet.on(f"{bf16}.enabled"):
@@ -704,9 +697,25 @@ def check_values(sheet: Sheet) -> None:
     if not chosen and not meant and not sheet.paired:
         sheet.note("ds-no-precision", "bf16.enabled", "deepspeed.trains-in-fp32", "deepspeed.write-bf16")
     if sheet.on("fp16.enabled"):
-        _check_scale(sheet)
+        static = sheet.number("fp16.loss_scale")
+        idle = [key for key in _DYNAMIC_SCALE if sheet.has(f"fp16.{key}")]
+        if static and idle:
+            what = Message("deepspeed.fixed-scale", static=static, idle=", ".join(idle))
+            sheet.say("ds-static-scale", f"fp16.{idle[0]}", what, Message("deepspeed.write-dynamic-scale"))
+        power = sheet.number("fp16.initial_scale_power")
+        if not static and (power is None or power >= 16):
+            begin = 16 if power is None else int(power)
+            what = Message("deepspeed.first-scale", begin=begin)
+            sheet.say("ds-first-scale", "fp16.initial_scale_power", what, Message("deepspeed.write-lower-scale"))
     _check_master_weights(sheet, bf16, stage or 0)
-    _check_optimizer(sheet, stage or 0)
+    kind = sheet.get("optimizer.type")
+    if isinstance(kind, str):
+        _check_optimizer_kind(sheet, kind, stage or 0)
+    scheduler = sheet.get("scheduler.type")
+    if isinstance(scheduler, str) and scheduler not in (*SCHEDULERS, *TORCH_SCHEDULERS):
+        close = nearest(scheduler, SCHEDULERS) or "WarmupDecayLR"
+        what = Message("deepspeed.no-such-scheduler", scheduler=shown(scheduler))
+        sheet.say("ds-scheduler", "scheduler.type", what, Message("deepspeed.write-own-scheduler", close=close))
     _check_batch(sheet)
     block = sheet.get("activation_checkpointing")
     if isinstance(block, Mapping) and any(block.values()):
@@ -748,17 +757,6 @@ def _check_stage(sheet: Sheet) -> int | None:
 # --- ZeRO ---------------------------------------------------------------------------------------
 
 
-def _check_partial(sheet: Sheet, stage: int) -> None:
-    place = "zero_optimization.offload_optimizer"
-    ratio = sheet.number(f"{place}.ratio")
-    if ratio is not None and ratio < 1 and stage < 3:
-        what = Message("deepspeed.ratio-needs-stage3", ratio=ratio, stage=stage)
-        sheet.say("ds-ratio-stage", f"{place}.ratio", what, Message("deepspeed.stage3-or-no-ratio"))
-    if sheet.on(f"{place}.super_offload") and stage < 3:
-        what = Message("deepspeed.super-offload-ignored", stage=stage)
-        sheet.say("ds-super-offload-stage", f"{place}.super_offload", what, Message("deepspeed.stage3-or-delete"))
-
-
 def _check_stage_keys(sheet: Sheet, stage: int) -> None:
     zero = sheet.block("zero_optimization")
     if stage == 3:
@@ -784,10 +782,6 @@ def _check_stage_keys(sheet: Sheet, stage: int) -> None:
     if idle:
         what = Message("deepspeed.stage3-only", key=idle[0], more=len(idle) - 1 or None, stage=stage)
         sheet.say("ds-stage3-keys", f"zero_optimization.{idle[0]}", what, Message("deepspeed.delete-or-stage3"))
-    _check_buckets(sheet, stage)
-
-
-def _check_buckets(sheet: Sheet, stage: int) -> None:
     place = "zero_optimization.reduce_bucket_size"
     size = sheet.number(place)
     if stage in (1, 2) and size and size >= _LARGE_BUCKET and sheet.on("zero_optimization.overlap_comm"):
@@ -796,19 +790,6 @@ def _check_buckets(sheet: Sheet, stage: int) -> None:
 
 
 # --- precision ----------------------------------------------------------------------------------
-
-
-def _check_scale(sheet: Sheet) -> None:
-    static = sheet.number("fp16.loss_scale")
-    idle = [key for key in _DYNAMIC_SCALE if sheet.has(f"fp16.{key}")]
-    if static and idle:
-        what = Message("deepspeed.fixed-scale", static=static, idle=", ".join(idle))
-        sheet.say("ds-static-scale", f"fp16.{idle[0]}", what, Message("deepspeed.write-dynamic-scale"))
-    power = sheet.number("fp16.initial_scale_power")
-    if not static and (power is None or power >= 16):
-        begin = 16 if power is None else int(power)
-        what = Message("deepspeed.first-scale", begin=begin)
-        sheet.say("ds-first-scale", "fp16.initial_scale_power", what, Message("deepspeed.write-lower-scale"))
 
 
 def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
@@ -831,17 +812,6 @@ def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
 
 
 # --- optimizer and scheduler --------------------------------------------------------------------
-
-
-def _check_optimizer(sheet: Sheet, stage: int) -> None:
-    kind = sheet.get("optimizer.type")
-    if isinstance(kind, str):
-        _check_optimizer_kind(sheet, kind, stage)
-    scheduler = sheet.get("scheduler.type")
-    if isinstance(scheduler, str) and scheduler not in (*SCHEDULERS, *TORCH_SCHEDULERS):
-        close = nearest(scheduler, SCHEDULERS) or "WarmupDecayLR"
-        what = Message("deepspeed.no-such-scheduler", scheduler=shown(scheduler))
-        sheet.say("ds-scheduler", "scheduler.type", what, Message("deepspeed.write-own-scheduler", close=close))
 
 
 def _check_optimizer_kind(sheet: Sheet, kind: str, stage: int) -> None:

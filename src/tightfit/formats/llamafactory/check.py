@@ -98,16 +98,6 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     if release(version) >= release("0.9.3"):
         check_gone(sheet, EVALUATION_STRATEGY_GONE)
     check_together(sheet)
-    _check_template(sheet, version)
-    _check_data(sheet)
-    _check_method(sheet)
-    _check_memory_keys(sheet)
-    deepspeed = check_deepspeed_pair(sheet)
-    _check_pair(sheet, deepspeed)
-    return deepspeed
-
-
-def _check_template(sheet: Sheet, version: str) -> None:
     name, known = sheet.get("template"), templates(version)
     if isinstance(name, str):
         if known is not None and name not in known:
@@ -125,12 +115,6 @@ def _check_template(sheet: Sheet, version: str) -> None:
             sheet.note("lf-reasoning-template", "template", "llamafactory.distilled-template", propose("deepseekr1"))
     elif sheet.on("do_train") and (sheet.get("stage") or "sft") in _CHAT_STAGES:
         sheet.note("lf-no-template", "template", "llamafactory.template-guessed", "llamafactory.write-template")
-
-
-# --- data ---------------------------------------------------------------------------------------
-
-
-def _check_data(sheet: Sheet) -> None:
     acts = any(sheet.on(key) for key in ("do_train", "do_eval", "do_predict"))
     if not acts and any(sheet.has(key) for key in _TRAINS) and not sheet.has("export_dir"):
         sheet.note("lf-not-training", "do_train", "llamafactory.not-training", propose("do_train: true"))
@@ -154,6 +138,52 @@ def _check_data(sheet: Sheet) -> None:
             )
         if 1e-6 < split < 1:
             sheet.note("lf-streaming", "val_size", "llamafactory.stream-share", "llamafactory.write-samples")
+    _check_method(sheet)
+    attention = sheet.get("flash_attn")
+    if attention is not None and attention not in _ATTENTION:
+        is_bare = isinstance(attention, bool)
+        what = Message(
+            "llamafactory.bare-attention" if is_bare else "llamafactory.refuses-attention", attention=shown(attention)
+        )
+        right = {"False": "disabled", "off": "disabled", "True": "fa2"}.get(
+            str(attention), Choice(("auto", "sdpa", "fa2", "disabled"))
+        )
+        sheet.say("lf-attention", "flash_attn", what, propose(right))
+    if sheet.get("gradient_checkpointing") is False and not sheet.on("disable_gradient_checkpointing"):
+        sheet.note(
+            "lf-checkpointing",
+            "gradient_checkpointing",
+            "llamafactory.switches-on",
+            propose("disable_gradient_checkpointing: true"),
+        )
+    if sheet.on("packing") and not sheet.on("neat_packing") and (sheet.get("stage") or "sft") == "sft":
+        sheet.note("lf-packing", "packing", "llamafactory.packed-see-each-other", "llamafactory.write-neat")
+    if sheet.on("neat_packing") and (sheet.get("stage") or "sft") != "sft":
+        sheet.note("lf-method", "neat_packing", "llamafactory.neat-only-sft", DELETE)
+    if sheet.get("deepspeed") and sheet.world == 1:
+        what = Message("llamafactory.one-gpu-no-torchrun")
+        sheet.say("lf-force-torchrun", "deepspeed", what, Message("llamafactory.use-force-torchrun"))
+    deepspeed = check_deepspeed_pair(sheet)
+    # LLaMA-Factory's own list of what does not go together. None: FSDP, or neither
+    stage3 = deepspeed is not None and stage_of(deepspeed) == 3
+    fsdp = bool(sheet.get("fsdp"))
+    if stage3 or fsdp:
+        _check_sharded_quantization(sheet, "ZeRO-3" if stage3 else "FSDP")
+    if stage3:
+        for key, fix in _ZERO3_REFUSES.items():
+            if sheet.on(key):
+                sheet.note("pair-zero3", key, "llamafactory.refuses-under-zero3", fix, key=key)
+    if deepspeed is not None:
+        for key in ("use_galore", "use_apollo"):
+            if sheet.on(key):
+                what = Message("llamafactory.refuses-with-deepspeed", key=key)
+                sheet.say("pair-deepspeed", key, what, Message("llamafactory.delete-deepspeed"))
+        if sheet.on("use_badam") and not stage3:
+            sheet.note("pair-deepspeed", "use_badam", "llamafactory.badam-needs-zero3", "llamafactory.use-stage3")
+    return deepspeed
+
+
+# --- data ---------------------------------------------------------------------------------------
 
 
 # --- the method ---------------------------------------------------------------------------------
@@ -217,33 +247,6 @@ def _check_quantization(sheet: Sheet, method: str) -> None:
             sheet.say("lf-quantization", key, what, Message("llamafactory.delete-or-bits"))
 
 
-def _check_memory_keys(sheet: Sheet) -> None:
-    attention = sheet.get("flash_attn")
-    if attention is not None and attention not in _ATTENTION:
-        is_bare = isinstance(attention, bool)
-        what = Message(
-            "llamafactory.bare-attention" if is_bare else "llamafactory.refuses-attention", attention=shown(attention)
-        )
-        right = {"False": "disabled", "off": "disabled", "True": "fa2"}.get(
-            str(attention), Choice(("auto", "sdpa", "fa2", "disabled"))
-        )
-        sheet.say("lf-attention", "flash_attn", what, propose(right))
-    if sheet.get("gradient_checkpointing") is False and not sheet.on("disable_gradient_checkpointing"):
-        sheet.note(
-            "lf-checkpointing",
-            "gradient_checkpointing",
-            "llamafactory.switches-on",
-            propose("disable_gradient_checkpointing: true"),
-        )
-    if sheet.on("packing") and not sheet.on("neat_packing") and (sheet.get("stage") or "sft") == "sft":
-        sheet.note("lf-packing", "packing", "llamafactory.packed-see-each-other", "llamafactory.write-neat")
-    if sheet.on("neat_packing") and (sheet.get("stage") or "sft") != "sft":
-        sheet.note("lf-method", "neat_packing", "llamafactory.neat-only-sft", DELETE)
-    if sheet.get("deepspeed") and sheet.world == 1:
-        what = Message("llamafactory.one-gpu-no-torchrun")
-        sheet.say("lf-force-torchrun", "deepspeed", what, Message("llamafactory.use-force-torchrun"))
-
-
 _ZERO3_REFUSES = {
     "pure_bf16": Message("llamafactory.use-bf16"),
     "use_unsloth": Message("llamafactory.use-lower-no-unsloth"),
@@ -251,25 +254,6 @@ _ZERO3_REFUSES = {
     "pissa_init": Message("llamafactory.use-pissa-script"),
     "predict_with_generate": Message("llamafactory.use-lower-evaluating"),
 }
-
-
-def _check_pair(sheet: Sheet, deepspeed: Sheet | None) -> None:
-    """LLaMA-Factory's own list of what does not go together. None: FSDP, or neither."""
-    stage3 = deepspeed is not None and stage_of(deepspeed) == 3
-    fsdp = bool(sheet.get("fsdp"))
-    if stage3 or fsdp:
-        _check_sharded_quantization(sheet, "ZeRO-3" if stage3 else "FSDP")
-    if stage3:
-        for key, instead in _ZERO3_REFUSES.items():
-            if sheet.on(key):
-                sheet.note("pair-zero3", key, "llamafactory.refuses-under-zero3", instead, key=key)
-    if deepspeed is not None:
-        for key in ("use_galore", "use_apollo"):
-            if sheet.on(key):
-                what = Message("llamafactory.refuses-with-deepspeed", key=key)
-                sheet.say("pair-deepspeed", key, what, Message("llamafactory.delete-deepspeed"))
-        if sheet.on("use_badam") and not stage3:
-            sheet.note("pair-deepspeed", "use_badam", "llamafactory.badam-needs-zero3", "llamafactory.use-stage3")
 
 
 def _check_sharded_quantization(sheet: Sheet, engine: str) -> None:
