@@ -1,4 +1,4 @@
-"""A job of several stages, asked for as a whole or stage by stage: see `job/stages.py`."""
+"""A job of several stages, asked for as a whole or stage by stage: see `job/file.py`."""
 
 from __future__ import annotations
 

@@ -52,13 +52,6 @@ def worker_json(plan: Plan) -> str:
     way, job = require_way(plan), plan.job
     lora, overlong = way.levers.lora, "skip" if way.skips_long else "cut"
     gpu, host = way.footprint.gpu, way.footprint.host
-    # what the first window shows at each of its ends. The optimizer makes its states in its first step. With the plain
-    # loss the first forward pass stays below this: the loss is largest when its backward begins
-    gpu, levers = way.footprint.gpu, way.levers
-    totals = {name: phase.total_bytes for name, phase in gpu.phases.items()}
-    at_once = levers.engine == "zero0" and levers.precision != "fp32"  # DeepSpeed takes a step while it starts
-    states = 0 if at_once else gpu.phases["step"].components.get("optimizer_states", 0)
-    forward = max(totals["forward"], totals["loss"])
     config: dict[str, Any] = {
         "schema": SCHEMA,
         "model": _model(plan, way),
@@ -98,14 +91,7 @@ def worker_json(plan: Plan) -> str:
                 "required_bytes": gpu.required_bytes,
                 "limit_bytes": way.gpu_limit_bytes,
                 "phases": {name: phase.total_bytes for name, phase in gpu.phases.items()},
-                "milestones": (
-                    {
-                        "init": gpu.init_peak_bytes,
-                        "forward": forward - states,
-                        "backward": max(forward, totals["backward"]) - states,
-                        "step": gpu.peak_bytes,
-                    }
-                ),
+                "milestones": _milestones(way),
             },
             "host": {
                 "peak_bytes_per_rank": host.peak_bytes_per_rank,
@@ -211,6 +197,24 @@ def _origin(source: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any] 
         return None, str(path.absolute()) if path.exists() else word
     found = find_config(word)
     return dict(config_from_fields(found.config, name) if found.is_block else found.config), None
+
+
+def _milestones(way: Way) -> dict[str, int]:
+    """What the first window shows at each of its ends. The optimizer makes its states in its first step.
+
+    With the plain loss the first forward pass stays below this: the loss is largest when its backward begins.
+    """
+    gpu, levers = way.footprint.gpu, way.levers
+    totals = {name: phase.total_bytes for name, phase in gpu.phases.items()}
+    at_once = levers.engine == "zero0" and levers.precision != "fp32"  # DeepSpeed takes a step while it starts
+    states = 0 if at_once else gpu.phases["step"].components.get("optimizer_states", 0)
+    forward = max(totals["forward"], totals["loss"])
+    return {
+        "init": gpu.init_peak_bytes,
+        "forward": forward - states,
+        "backward": max(forward, totals["backward"]) - states,
+        "step": gpu.peak_bytes,
+    }
 
 
 # --- on what it would train ---------------------------------------------------------------------
