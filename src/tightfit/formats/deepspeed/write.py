@@ -118,17 +118,21 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
     if buckets.overlap_comm is not None and buckets.overlap_comm != (stage == 3):
         block["overlap_comm"] = buckets.overlap_comm
     if stage == 3:
-        # what stage 3 alone reads
-        buckets = way.levers.buckets
-        block |= {
-            "sub_group_size": buckets.sub_group_size,
-            **{
-                each.deepspeed: getattr(buckets, each.name)
-                for each in LEVERS.values()
-                if each.deepspeed[:6] == "stage3"
-            },
-            "stage3_gather_16bit_weights_on_model_save": _can_gather(way),
-        }
+        block |= _stage3(way)
+    return block | _offload(way, nvme_path)
+
+
+def _stage3(way: Way) -> Block:
+    """What stage 3 alone reads."""
+    buckets = way.levers.buckets
+    return {
+        "sub_group_size": buckets.sub_group_size,
+        **{each.deepspeed: getattr(buckets, each.name) for each in LEVERS.values() if each.deepspeed[:6] == "stage3"},
+        "stage3_gather_16bit_weights_on_model_save": _can_gather(way),
+    }
+
+
+def _offload(way: Way, nvme_path: str | None) -> Block:
     levers, buckets = way.levers, way.levers.buckets
     blocks: Block = {}
     if levers.offload_optimizer != "none":
@@ -152,7 +156,7 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
             del block["nvme_path"]
         elif nvme_path is None:
             raise ConfigError(Message("deepspeed.no-nvme-path"))
-    return block | blocks
+    return blocks
 
 
 def _bf16(levers: Levers) -> Block:
