@@ -42,9 +42,7 @@ PLAN_FLAGS = (frozenset(JOB_FLAGS) - {*OTHER_WORD.values()}) | {
     *OTHER_WORD,
     *("num_gpus", "world", "max", "trace", "no_calibration", "launcher"),
 }
-ESTIMATE_FLAGS = frozenset(LEVERS) | {
-    *("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme"),
-}
+ESTIMATE_FLAGS = frozenset(LEVERS) | {*("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme")}
 WIDTH = 100
 """Columns of the text form."""
 

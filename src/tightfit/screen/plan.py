@@ -27,14 +27,7 @@ from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
 from tightfit.planner.tiers import Tiered
 from tightfit.priced import ENGINES, GIB, amounts, strategy_name
 from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
-from tightfit.screen.plan_words import (
-    hardware_words,
-    head_words,
-    lever_flags,
-    model_words,
-    reason_lines,
-    verdict_words,
-)
+from tightfit.screen.plan_words import hardware_words, head_words, lever_flags, model_words, reason_lines, verdict_words
 from tightfit.types import Levers
 
 CHOSEN, UNFIT = "→", "×"
