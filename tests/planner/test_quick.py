@@ -51,7 +51,7 @@ def test_a_typical_job_has_thousands_of_candidates(model: str, method: str, gpus
     [
         ("qwen2.5-7b", "full", "8xRTX4090", 60),
         ("7b_mamba", "full", "6x32GB", 170),
-        ("gemma-3-27b", "lora", "4x80GB", 60),
+        ("gemma-3-27b", "lora", "4x80GB", 65),
         ("qwen2.5-32b", "qlora", "1x24GB", 75),
     ],
 )
