@@ -265,13 +265,16 @@ def test_the_full_length_needs_neither_data_nor_tokenizer(plan_folder: Path) -> 
     worker = plan_folder / "worker.json"
     tree = json.loads(worker.read_text())
     tree["data"] |= {"path": "nowhere.jsonl", "tokenizer": "nobody/nothing"}
+    tree["levers"]["attention"] = "flash"
     worker.write_text(json.dumps(tree))
     without = rehearse("--from-plan", str(plan_folder), "--steps", "1", env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert without.returncode == 2
     assert "name one with --tokenizer, or go without: --full-length" in without.stderr
     done = rehearse("--from-plan", str(plan_folder), "--steps", "1", "--full-length", "--json")
     assert done.returncode == 0, done.stderr
-    assert "The samples are random, and all of the full length." in json.loads(done.stdout)["notes"]
+    notes = json.loads(done.stdout)["notes"]
+    assert "The samples are random, and all of the full length." in notes
+    assert any("flash-attn is not installed here: sdpa takes its place" in note for note in notes)
 
 
 @pytest.mark.thorough

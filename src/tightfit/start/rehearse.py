@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
             notes.append(text("cli.weights-drawn-at"))
         if tree["data"].get("path") is None and tree["data"].get("recipe") is None:
             notes.append(text("cli.samples-random-all"))
+        if tree["levers"].get("attention") == "flash" and find_spec("flash_attn") is None:
+            notes.append(text("cli.no-flash-here"))
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(Message("cli.whole-write-plan", worker_file=WORKER_FILE)) from None
     if cap is not None and cap > card:
