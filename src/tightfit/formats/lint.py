@@ -30,22 +30,21 @@ def examine(path: Path, target: Target | None = None, *, kind: str | None = None
     """The same, with the kind of file that it was taken for."""
     document = read_document(path)
     dialect = recognise(document) if kind is None else kinds()[kind]
-    target = _for_its_trainer(path, dialect, target or Target())
+    target = target or Target()
+    if target.deepspeed_version == Target().deepspeed_version:
+        # where nobody named the DeepSpeed: the newest that the trainer asks for which reads the file
+        readers = [dialect] if dialect.name != "deepspeed" else [each for each in dialects() if _names(each, path)]
+        newest = (newest_deepspeed(each.trainer, target.llamafactory_version) for each in readers if each.trainer)
+        target = replace(target, deepspeed_version=next(filter(None, newest), target.deepspeed_version))
     sheet = Sheet(document=document, rules=dialect.rules, target=target, world=world)
-    if NOT_FINITE in dialect.rules and _check_finite(sheet):
+    for place, value in walk(document.values) if NOT_FINITE in dialect.rules else ():
+        if isinstance(value, float) and not math.isfinite(value):
+            sheet.note("not-finite", place, "lint.not-finite", "lint.write-finite", value=value)
+    if sheet.found:  # nothing can be computed with such numbers: no other rule has to reckon with them
         return _report(dialect, sheet)
     if JSON_COMMENTS in dialect.rules and document.syntax == "hjson":
         sheet.say("json-comments", "", Message("lint.json-comments"), document.json_remedy)
     return _report(dialect, sheet, dialect.check(sheet))
-
-
-def _for_its_trainer(path: Path, dialect: Dialect, target: Target) -> Target:
-    """Where nobody named the DeepSpeed: the newest that the trainer asks for which reads the file."""
-    if target.deepspeed_version != Target().deepspeed_version:
-        return target
-    readers = [dialect] if dialect.name != "deepspeed" else [each for each in dialects() if _names(each, path)]
-    newest = (newest_deepspeed(each.trainer, target.llamafactory_version) for each in readers if each.trainer)
-    return replace(target, deepspeed_version=next(filter(None, newest), target.deepspeed_version))
 
 
 def _names(dialect: Dialect, path: Path) -> bool:
@@ -57,14 +56,6 @@ def _names(dialect: Dialect, path: Path) -> bool:
         return beside.is_file() and read_document(beside).at(dialect.deepspeed_at) == path.name
     except UserError:
         return False
-
-
-def _check_finite(sheet: Sheet) -> bool:
-    """Whether numbers were found with which nothing can be computed: no other rule has to reckon with them."""
-    for place, value in walk(sheet.document.values):
-        if isinstance(value, float) and not math.isfinite(value):
-            sheet.note("not-finite", place, "lint.not-finite", "lint.write-finite", value=value)
-    return bool(sheet.found)
 
 
 def _report(dialect: Dialect, sheet: Sheet, other: Sheet | None = None) -> Report:

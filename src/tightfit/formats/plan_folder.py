@@ -64,7 +64,14 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
             raise ConfigError(Message("planfile.not-a-name", name=repr(name)))
     if folder.exists() and not folder.is_dir():
         raise ConfigError(Message("planfile.folder-is-file", folder=folder))
-    ours = _own_names(folder)
+    # what of a plan that lies there we wrote
+    trees = [find_json(folder / name) for name in (RECORD, LIST)]
+    record, listed = (tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {} for tree in trees)
+    ours: frozenset[str] = frozenset()
+    if {"levers", "predicted", "saving"} <= set(record):
+        ours = PLAN_FILES | {LIST}
+    elif isinstance(names := listed.get("files"), list):
+        ours = frozenset(map(str, names)) | {LIST}
     for name in files:
         path = folder / name
         if path.is_dir():
@@ -75,16 +82,6 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
             raise NotOurs(path, Message("planfile.not-ours", path=path))
         if not force:
             raise ConfigError(Message("planfile.exists", path=path))
-
-
-def _own_names(folder: Path) -> frozenset[str]:
-    """What of a plan that lies there we wrote."""
-    trees = [find_json(folder / name) for name in (RECORD, LIST)]
-    record, listed = (tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {} for tree in trees)
-    if {"levers", "predicted", "saving"} <= set(record):
-        return PLAN_FILES | {LIST}
-    names = listed.get("files")
-    return frozenset(map(str, names)) | {LIST} if isinstance(names, list) else frozenset()
 
 
 def _unmake(made: list[Path]) -> None:

@@ -24,20 +24,30 @@ from tightfit.priced import GIB, amounts, billions, strategy_name, training_word
 
 def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, Said] | None = None) -> str:
     """The reasons of a plan. `left_out` says for each file that could not be written why not."""
-    require_way(plan)
+    changes, job = require_way(plan).changes, plan.job
+    said = Message("planfile.changes-allowed")
+    if job.tier is not None:
+        said = Message("planfile.changes-by-both" if job.limits.allow else "planfile.changes-by-tier", tier=job.tier)
+    points = [f"- **{_sentence(change)}**" for change in changes]
+    unset, not_set = text("planfile.unset"), text("planfile.not-set")
+    variables = [text("planfile.variables"), "", text("planfile.variables-head"), "|---|---|---|"]
+    for variable in environment(plan, target):
+        value = unset if variable.unset else not_set if variable.value is None else f"`{variable.value}`"
+        variables.append(f"| `{variable.name}` | {value} | {_cell(variable.reason)} |")
     # what is said nowhere else on the page
     elsewhere = {*_assumptions(plan), *plan.unproven, *untrained(plan.job)}
     sections = (
         _title(plan, target),
-        _changes(plan),
+        # costly changes stand alone and first: they change what comes out
+        [text("planfile.changes-title"), "", str(said), "", *points] if changes else [text("planfile.changes-nothing")],
         _bullets(
             text("planfile.why"),
-            [said for said in plan.because if said not in elsewhere and id_of(said) != "plan.changes-training"],
+            [why for why in plan.because if why not in elsewhere and id_of(why) != "plan.changes-training"],
         ),
         _alternatives(plan),
         _start(plan, target, files),
         _files(plan, target, files, left_out or {}),
-        _environment(plan, target),
+        variables,
         _bullets(text("planfile.assumed"), _assumptions(plan)),
         _bullets(text("planfile.never-run"), plan.unproven),
     )
@@ -75,31 +85,14 @@ def _title(plan: Plan, target: Target) -> Iterator[str]:
     yield text("planfile.pace", step=f"{step_s:.1f} s" if step_s >= 1 else f"{step_s * 1000:.0f} ms", rate=_rate(way))
     if plan.hours is not None:
         yield text("planfile.time", time=time_words(plan.hours))
-        yield from _cut_off(plan, target, plan.hours)
-
-
-def _cut_off(plan: Plan, target: Target, hours: float) -> Iterator[str]:
-    limit = time_limit_s(plan.job)
-    if limit is None or not is_cut_off(plan):
-        return
-    if launcher_of(plan, target) == "llamafactory":
-        yield text("planfile.time-limit-not-kept", limit=plan.job.timeout)
-        return
-    share = limit / (hours * 3600)
-    done = Message("planfile.about-share", share=share) if share >= 0.01 else Message("planfile.less-than-1")
-    yield text("planfile.time-limit-cuts", limit=plan.job.timeout, done=done)
-
-
-def _changes(plan: Plan) -> list[str]:
-    """Costly changes stand alone and first: they change what comes out."""
-    changes, job = require_way(plan).changes, plan.job
-    if not changes:
-        return [text("planfile.changes-nothing")]
-    said = Message("planfile.changes-allowed")
-    if job.tier is not None:
-        said = Message("planfile.changes-by-both" if job.limits.allow else "planfile.changes-by-tier", tier=job.tier)
-    points = (f"- **{_sentence(change)}**" for change in changes)
-    return [text("planfile.changes-title"), "", str(said), "", *points]
+        limit = time_limit_s(plan.job)
+        if limit is not None and is_cut_off(plan):
+            if launcher_of(plan, target) == "llamafactory":
+                yield text("planfile.time-limit-not-kept", limit=plan.job.timeout)
+            else:
+                done = limit / (plan.hours * 3600)
+                some = Message("planfile.about-share", share=done) if done >= 0.01 else Message("planfile.less-than-1")
+                yield text("planfile.time-limit-cuts", limit=plan.job.timeout, done=some)
 
 
 def _alternatives(plan: Plan) -> Iterator[str]:
@@ -189,17 +182,6 @@ def _files(plan: Plan, target: Target, files: Collection[str], left_out: Mapping
     for file in written:
         if version := file.version(plan, target):
             yield text("planfile.version", name=file.name, version=version)
-
-
-def _environment(plan: Plan, target: Target) -> Iterator[str]:
-    yield text("planfile.variables")
-    yield ""
-    yield text("planfile.variables-head")
-    yield "|---|---|---|"
-    unset, left_out = text("planfile.unset"), text("planfile.not-set")
-    for variable in environment(plan, target):
-        value = unset if variable.unset else left_out if variable.value is None else f"`{variable.value}`"
-        yield f"| `{variable.name}` | {value} | {_cell(variable.reason)} |"
 
 
 def _assumptions(plan: Plan) -> Iterable[Said]:

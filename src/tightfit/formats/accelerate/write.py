@@ -76,19 +76,46 @@ def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> s
         if way.levers.is_fsdp2:
             raise ConfigError(Message("accelerate.fsdp2-has-no-file"))
         raise ConfigError(Message("accelerate.engine-needs-file", engine=way.levers.engine))
-    values = {"compute_environment": "LOCAL_MACHINE", "debug": False}
-    values |= _fsdp(way) if deepspeed_file is None else _deepspeed(way, target, deepspeed_file)
-    values |= _machines(plan, way, target)
+    hardware, on_cpu = way.hardware, way.hardware.gpu.vendor == "cpu"
+    engine = _fsdp(way) if deepspeed_file is None else _deepspeed(way, target, deepspeed_file)
+    ids = gpu_ids_of(plan, target)
+    values: Block = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        **engine,
+        "num_machines": hardware.nodes,
+        "num_processes": hardware.world,
+        "machine_rank": 0,
+        "main_process_port": target.port,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "main_training_function": "main",
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "use_cpu": on_cpu,
+    }
+    if not on_cpu and target.gpu_ids is not None:
+        values["gpu_ids"] = ",".join(map(str, ids))
+    if hardware.nodes > 1:
+        values["main_process_ip"] = hosts_for(target.hostfile, hardware.nodes, ids)[0][0]
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def accelerate_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way = require_way(plan)
-    notes = []
-    if way.levers.is_fsdp2:
-        notes += _fsdp_notes(plan, way)
-    elif way.levers.stage == 3 and way.levers.method == "qlora":
+    levers, notes = way.levers, []
+    if levers.is_fsdp2:
+        notes.append(Message("accelerate.sharded-state-dict"))
+        if levers.checkpointing.layers:
+            notes.append(Message("accelerate.recomputes-all", layers=levers.checkpointing.layers))
+        if levers.checkpointing.offload:
+            notes.append(Message("accelerate.offload-needs-newer"))
+        if pure_16bit(levers):
+            notes.append(Message("accelerate.pure-16bit", precision=levers.precision))
+        elif levers.precision == "fp16" and plan.job.tier in LOW_SCALE_TIERS:
+            notes.append(Message("accelerate.high-first-scale", tier=plan.job.tier))
+    elif levers.stage == 3 and levers.method == "qlora":
         notes.append(Message("accelerate.zero3-init-flag-off"))
     if way.hardware.nodes > 1 and target.hostfile is None:
         notes.append(Message("accelerate.placeholder-ip"))
@@ -146,39 +173,3 @@ def _fsdp(way: Way) -> Block:
 def loads_once(way: Way) -> bool:
     """One process reads the weights and hands them out; packed 4-bit weights cannot be handed out."""
     return way.levers.method != "qlora"
-
-
-def _machines(plan: Plan, way: Way, target: Target) -> Block:
-    hardware, on_cpu = way.hardware, way.hardware.gpu.vendor == "cpu"
-    ids = gpu_ids_of(plan, target)
-    values: Block = {
-        "num_machines": hardware.nodes,
-        "num_processes": hardware.world,
-        "machine_rank": 0,
-        "main_process_port": target.port,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "main_training_function": "main",
-        "downcast_bf16": "no",
-        "enable_cpu_affinity": False,
-        "use_cpu": on_cpu,
-    }
-    if not on_cpu and target.gpu_ids is not None:
-        values["gpu_ids"] = ",".join(map(str, ids))
-    if hardware.nodes > 1:
-        values["main_process_ip"] = hosts_for(target.hostfile, hardware.nodes, ids)[0][0]
-    return values
-
-
-def _fsdp_notes(plan: Plan, way: Way) -> list[Message]:
-    levers = way.levers
-    notes = [Message("accelerate.sharded-state-dict")]
-    if levers.checkpointing.layers:
-        notes.append(Message("accelerate.recomputes-all", layers=levers.checkpointing.layers))
-    if levers.checkpointing.offload:
-        notes.append(Message("accelerate.offload-needs-newer"))
-    if levers.precision == "fp16" and plan.job.tier in LOW_SCALE_TIERS and not pure_16bit(levers):
-        notes.append(Message("accelerate.high-first-scale", tier=plan.job.tier))
-    if pure_16bit(levers):
-        notes.append(Message("accelerate.pure-16bit", precision=levers.precision))
-    return notes

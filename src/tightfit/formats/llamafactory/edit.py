@@ -7,7 +7,7 @@ plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import yaml
@@ -18,7 +18,7 @@ from tightfit.formats.target import Original
 from tightfit.formats.worker.write import require_way
 from tightfit.job.file import field_at
 from tightfit.messages import Message, Said, text
-from tightfit.planner.plan import Plan, Way
+from tightfit.planner.plan import Plan
 from tightfit.priced import amounts, strategy_name
 
 HEAD = "# tightfit: "
@@ -69,124 +69,91 @@ def keeps_data(plan: Plan, original: Original) -> bool:
 
 def edits_of(plan: Plan, original: Original, values: Mapping[str, Any]) -> list[Edit]:
     """Every key that has to change, in the order in which they are said."""
-    way = require_way(plan)
+    way, settings, written = require_way(plan), original.settings, original.written
+    levers = way.levers
     found: dict[str, Edit] = {}
-    for edit in (
-        *_from_flags(plan, original, values),
-        *_from_changes(plan, way, original, values),
-        *_from_levers(plan, way, original, values),
-        *_from_paths(plan, original),
-    ):
-        if edit.value is None and edit.key not in original.written:
-            continue
-        if edit.key not in original.written or original.written[edit.key] != edit.value:
-            found.setdefault(edit.key, edit)
-    return list(found.values())
 
+    def put(key: str, value: Any, reason: Said) -> None:
+        """The first reason for a key counts, and a key that says so already stays."""
+        if (key in written and written[key] != value) or (key not in written and value is not None):
+            found.setdefault(key, Edit(key, value, reason))
 
-def _from_flags(plan: Plan, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
-    """What the command line says instead of the file."""
-    said = AS_SAID
-    before = original.job
-    if plan.job.model != before.model:
-        yield Edit("model_name_or_path", values["model_name_or_path"], said)
+    # what the command line says instead of the file
+    if plan.job.model != original.job.model:
+        put("model_name_or_path", values["model_name_or_path"], AS_SAID)
     for key, field in FIELD_OF.items():
-        if field_at(plan.job, field) == field_at(before, field):
-            continue
-        if key in values:
-            yield Edit(key, values[key], said)
-            for pair in PAIRS:
-                yield from (Edit(other, None, said) for other in pair if key in pair and other != key)
-    if plan.job.clip != before.clip:
-        yield Edit("max_grad_norm", values["max_grad_norm"], said)
+        if key in values and field_at(plan.job, field) != field_at(original.job, field):
+            put(key, values[key], AS_SAID)
+            for other in (other for pair in PAIRS if key in pair for other in pair if other != key):
+                put(other, None, AS_SAID)
+    if plan.job.clip != original.job.clip:
+        put("max_grad_norm", values["max_grad_norm"], AS_SAID)
     if not keeps_data(plan, original):
-        yield Edit("dataset", values["dataset"], said)
-        yield Edit("dataset_dir", values["dataset_dir"], said)
+        put("dataset", values["dataset"], AS_SAID)
+        put("dataset_dir", values["dataset_dir"], AS_SAID)
 
-
-def _from_changes(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
-    """What changes the result: because it was asked for, or allowed and needed."""
-    levers, settings = way.levers, original.settings
-    why = "; ".join(map(str, way.changes)) if way.changes else AS_SAID
+    # what changes the result: because it was asked for, or allowed and needed
+    why: Said = "; ".join(map(str, way.changes)) if way.changes else AS_SAID
     if levers.sequence != settings.sequence:
-        yield Edit("cutoff_len", levers.sequence, why)
+        put("cutoff_len", levers.sequence, why)
     if levers.method != settings.method:
         quantised = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
         for key in ("finetuning_type", *quantised):
-            yield Edit(key, values.get(key), why)
+            put(key, values.get(key), why)
     adapters, before = levers.lora, settings.lora
     if adapters is not None and (before is None or adapters.rank != before.rank):
-        yield Edit("lora_rank", values["lora_rank"], why)
-        yield Edit("lora_alpha", values["lora_alpha"], why)
+        put("lora_rank", values["lora_rank"], why)
+        put("lora_alpha", values["lora_alpha"], why)
     if adapters is not None and adapters.targets != (before.targets if before else None):
-        yield Edit("lora_target", values["lora_target"], why)
+        put("lora_target", values["lora_target"], why)
     if levers.master_weights != settings.master_weights:
-        yield Edit("pure_bf16", not levers.master_weights, why)
+        put("pure_bf16", not levers.master_weights, why)
     if levers.optimizer != settings.optimizer:
-        yield Edit("optim", values["optim"], why)
+        put("optim", values["optim"], why)
     for name in ("bf16", "fp16"):
         wanted = levers.precision == name
-        if bool(original.written.get(name)) != wanted:
+        if bool(written.get(name)) != wanted:
             same = levers.precision == settings.precision
-            yield Edit(
-                name, wanted, Message("llamafactory.both-precisions", precision=levers.precision) if same else why
-            )
+            put(name, wanted, Message("llamafactory.both-precisions", precision=levers.precision) if same else why)
 
-
-def _from_levers(plan: Plan, way: Way, original: Original, values: Mapping[str, Any]) -> Iterator[Edit]:
-    """How it is computed, which is what the plan is for."""
-    levers, settings = way.levers, original.settings
+    # how it is computed, which is what the plan is for
     each = f"{levers.micro_batch} × {levers.accumulation}"
     split = Message("llamafactory.batch-split", effective_batch=plan.effective_batch, world=way.world, each=each)
     if levers.micro_batch != settings.micro_batch:
-        yield Edit("per_device_train_batch_size", levers.micro_batch, split)
+        put("per_device_train_batch_size", levers.micro_batch, split)
     if levers.accumulation != settings.accumulation:
-        yield Edit("gradient_accumulation_steps", levers.accumulation, split)
+        put("gradient_accumulation_steps", levers.accumulation, split)
     if "deepspeed" in values:
-        yield Edit(
-            "deepspeed", values["deepspeed"], Message("llamafactory.sizes-of-plan", strategy=strategy_name(levers))
-        )
+        said = Message("llamafactory.sizes-of-plan", strategy=strategy_name(levers))
+        put("deepspeed", values["deepspeed"], said)
     room = amounts(way.footprint.gpu.required_bytes)[0]
-    depth, before = levers.checkpointing, settings.checkpointing
-    if (depth.layers == 0) != (before.layers == 0):
-        said = Message("llamafactory.kept" if depth.layers == 0 else "llamafactory.recomputed", room=room)
-        yield Edit("disable_gradient_checkpointing", depth.layers == 0, said)
-    if depth.offload != before.offload:
-        said = Message("llamafactory.inputs-on-host" if depth.offload else "llamafactory.inputs-on-gpu", room=room)
-        yield Edit("use_unsloth_gc", depth.offload, said)
+    keeps_all, offloads = levers.checkpointing.layers == 0, levers.checkpointing.offload
+    if keeps_all != (settings.checkpointing.layers == 0):
+        said = Message("llamafactory.kept" if keeps_all else "llamafactory.recomputed", room=room)
+        put("disable_gradient_checkpointing", keeps_all, said)
+    if offloads != settings.checkpointing.offload:
+        said = Message("llamafactory.inputs-on-host" if offloads else "llamafactory.inputs-on-gpu", room=room)
+        put("use_unsloth_gc", offloads, said)
     if levers.loss != settings.loss:
         said = Message("llamafactory.fused-loss" if levers.loss == "fused" else "llamafactory.plain-loss")
-        yield Edit("enable_liger_kernel", levers.loss == "fused", said)
+        put("enable_liger_kernel", levers.loss == "fused", said)
     if levers.attention != settings.attention:
-        yield Edit(
-            "flash_attn", values["flash_attn"], Message("llamafactory.counts-on-attention", attention=levers.attention)
-        )
+        said = Message("llamafactory.counts-on-attention", attention=levers.attention)
+        put("flash_attn", values["flash_attn"], said)
     if levers.dataloader_workers != settings.dataloader_workers:
-        yield Edit("dataloader_num_workers", levers.dataloader_workers, AS_SAID)
-    yield from _optimizer(way, original)
+        put("dataloader_num_workers", levers.dataloader_workers, AS_SAID)
+    # which of torch's AdamWs: those that are not fused make two copies of what they step, if there is room
+    named = written.get("optim", UNFUSED[0])
+    if levers.optimizer == settings.optimizer == "adamw":
+        copies = 2 * 4 * way.footprint.trainable_parameters // (way.world if levers.engine != "zero0" else 1)
+        if levers.offload_optimizer != "none":
+            if named == FUSED:
+                put("optim", UNFUSED[0], Message("llamafactory.host-adam"))
+        elif named in UNFUSED and way.footprint.gpu.required_bytes + copies > way.gpu_limit_bytes:
+            put("optim", FUSED, Message("llamafactory.optimizer-copies", named=named, copies=amounts(copies)[0]))
 
-
-def _optimizer(way: Way, original: Original) -> Iterator[Edit]:
-    """Which of torch's AdamWs: those that are not fused make two copies of what they step, if there is room."""
-    levers, named = way.levers, original.written.get("optim", UNFUSED[0])
-    if levers.optimizer != "adamw" or original.settings.optimizer != "adamw":
-        return
-    if levers.offload_optimizer != "none":
-        if named == FUSED:
-            yield Edit("optim", UNFUSED[0], Message("llamafactory.host-adam"))
-        return
-    ranks = way.world if levers.engine != "zero0" else 1
-    copies = 2 * 4 * way.footprint.trainable_parameters // ranks
-    if named in UNFUSED and way.footprint.gpu.required_bytes + copies > way.gpu_limit_bytes:
-        yield Edit(
-            "optim",
-            FUSED,
-            Message("llamafactory.optimizer-copies", named=named, copies=amounts(copies)[0]),
-        )
-
-
-def _from_paths(plan: Plan, original: Original) -> Iterator[Edit]:
-    """This file lies elsewhere than the one that it was made from."""
+    # this file lies elsewhere than the one that it was made from
     for key, path in original.paths.items():
         if key != "dataset_dir" or keeps_data(plan, original):
-            yield Edit(key, path, Message("llamafactory.other-folder"))
+            put(key, path, Message("llamafactory.other-folder"))
+    return list(found.values())

@@ -72,11 +72,20 @@ def llamafactory_job_from(file: JobText, model: str | None, *, stays: bool = Fal
         from tightfit.model.load import load_model
 
         tree["frozen_layers"] = max(0, load_model(tree["model"]).n_layers - settings.trainable_layers)
-    if stays and (kernels := _kernels(settings, written)):
-        tree["levers"] = {**tree.get("levers", {}), **kernels}
+    # the kernels that it names, which are its author's choice
+    if stays and settings.loss == "fused":
+        tree.setdefault("levers", {})["loss"] = settings.loss
+    if stays and written.get("flash_attn", "auto") != "auto":
+        tree.setdefault("levers", {})["attention"] = settings.attention
     job, _ = job_from_tree(tree, Source(file=path.name, names=names, kind="yaml"))
     taken = {*READ, *names.values(), *(DATA if "path" in tree.get("data", {}) else ())}
-    aside = () if stays else _aside(written, taken, path.name)
+    chosen = [key for key in written if key in CHOSEN]
+    rest = [key for key in written if key not in taken and key not in CHOSEN]
+    aside = []
+    if chosen and not stays:
+        aside.append(Message("llamafactory.chooses-anew", file=path.name, chosen=", ".join(chosen)))
+    if rest and not stays:
+        aside.append(Message("llamafactory.left-aside", file=path.name, rest=", ".join(rest)))
     return LlamaFactoryJob(
         job=job,
         tree=tree,
@@ -137,14 +146,6 @@ def original_of(file: JobText, place: Callable[[Job], Job]) -> Original:
     )
 
 
-def _kernels(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> dict[str, str]:
-    """The kernels that it names, which are its author's choice."""
-    named: dict[str, str] = {"loss": settings.loss} if settings.loss == "fused" else {}
-    if written.get("flash_attn", "auto") != "auto":
-        named["attention"] = settings.attention
-    return named
-
-
 def data_path(written: Mapping[str, Any]) -> str | None:
     """The data set in our words; None: there is none, or there are several, of which a job takes one."""
     name, folder = written.get("dataset"), written.get("dataset_dir") or DATA_FOLDER
@@ -168,11 +169,3 @@ def _is_ours(key: str, value: object) -> bool:
     if key in ("val_size", "save_steps", "eval_steps"):  # a share or a count, as its size tells
         return not isinstance(value, int | float) or (0 <= value < 1 if key == "val_size" else value >= 1)
     return True
-
-
-def _aside(written: Mapping[str, Any], taken: set[str], file: str) -> list[Message]:
-    """The keys that do not reach the plan."""
-    chosen = [key for key in written if key in CHOSEN]
-    rest = [key for key in written if key not in taken and key not in CHOSEN]
-    said = [Message("llamafactory.chooses-anew", file=file, chosen=", ".join(chosen))] if chosen else []
-    return [*said, *([Message("llamafactory.left-aside", file=file, rest=", ".join(rest))] if rest else [])]
