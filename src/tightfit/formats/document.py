@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,10 @@ def _scan(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
             colon = _skip(text, found.end()) if found else at
             if not found or text[colon : colon + 1] != ":":
                 break
-            name = _unquote(found[0])
+            name = found[0].strip("'\"")
+            if found[0].startswith('"'):
+                with suppress(ValueError):
+                    name = str(json.loads(found[0]))
             outer = [key for _, key in blocks]
             if None not in outer:
                 place = ".".join([key for key in outer if key] + [name])
@@ -194,12 +198,3 @@ def _scan(text: str) -> tuple[dict[str, int], tuple[str, ...]]:
 def _skip(text: str, at: int) -> int:
     found = _SKIP.match(text, at)
     return found.end() if found else at
-
-
-def _unquote(word: str) -> str:
-    if word[:1] == '"':
-        try:
-            return str(json.loads(word))
-        except ValueError:
-            pass
-    return word.strip("'\"")

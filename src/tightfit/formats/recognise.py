@@ -7,6 +7,7 @@ nothing but `zero_optimisation` in it finds its way to the rule that says so.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,18 +158,11 @@ def read_known_config(path: Path) -> KnownConfig:
     dialect = recognise(document)
     known = dialect.known(document.values)
     if dialect.deepspeed_at is not None and (named := document.at(dialect.deepspeed_at)) is not None:
-        known = completed(known, kinds()["deepspeed"].known(_values_of(named, path.parent)))
+        values: Mapping[str, Any] = named if isinstance(named, dict) else {}
+        folder = path.parent
+        for place in (named, folder / named, folder / Path(named).name) if isinstance(named, str) else ():
+            with suppress(UserError):
+                values = read_document(Path(place)).values
+                break
+        known = completed(known, kinds()["deepspeed"].known(values))
     return replace(known, trainer=dialect.name, file=document.shown_path)
-
-
-def _values_of(named: object, folder: Path) -> Mapping[str, Any]:
-    """Of the DeepSpeed file of that name, or of its block; empty: it cannot be read."""
-    if isinstance(named, dict):
-        return named
-    if isinstance(named, str):
-        for place in (Path(named), folder / named, folder / Path(named).name):
-            try:
-                return read_document(place).values
-            except UserError:
-                continue
-    return {}

@@ -75,8 +75,24 @@ def read_deepspeed(
     path: str | Path, *, hidden_size: int | None, version: str = Levers().deepspeed_version
 ) -> DeepSpeedSettings:
     """Read a DeepSpeed JSON or Hjson file; `hidden_size` is what the Hugging Face layer fills `auto` with."""
-    file = Path(path).name
-    values, because = _load(Path(path))
+    file, text = Path(path).name, read_text(Path(path), "JSON")
+    because: list[Message] = []
+    try:
+        values = json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as plain:
+        import hjson
+
+        try:
+            values = hjson.loads(text, object_pairs_hook=_no_duplicates)
+        except (ValueError, OverflowError, RecursionError) as error:  # int() refuses thousands of digits, too
+            # Hjson forgives so much that its complaint about a missing comma is no help: then JSON's is given.
+            no_help = isinstance(error, hjson.HjsonDecodeError) and not re.search(r"//|/\*|#", text)
+            cause = str(plain if no_help else error)
+            said = Message("deepspeed.no-json", file=file, cause=cause[:1].lower() + cause[1:])
+            raise ConfigError(said) from None
+        because.append(Message("deepspeed.is-hjson", file=file))
+    if not isinstance(values, dict) or not text.strip():
+        raise ConfigError(Message("deepspeed.no-object", file=file))
     _check_keys(values, file, "", version)
     top = Fields(values=values, file=file, silent=(None, "auto"))
     zero = _block(top, "zero_optimization")
@@ -87,7 +103,13 @@ def read_deepspeed(
         raise zero.wrong("stage", "0, 1, 2 or 3")
     offload_param = _offload(zero, "offload_param", stage)
     offload_optimizer = _offload(zero, "offload_optimizer", stage)
-    because += _list_unpriced(values, file)
+    for place in _UNPRICED:
+        value: Any = values
+        for key in place.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        changes_nothing = value is None or value is False or value == "auto" or (value == 1 and value is not True)
+        if not changes_nothing:
+            because.append(Message("deepspeed.not-priced", key=place, file=file))
     cpu_checkpointing = bool(_block(top, "activation_checkpointing").switch("cpu_checkpointing"))
     if "activation_checkpointing" in values:
         because.append(Message("deepspeed.checkpointing-from-flags", file=file))
@@ -119,7 +141,25 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
     lora = base.lora
     if lora is not None and settings.engine != ZERO3 and precision != "fp32":
         lora = replace(lora, dtype="bf16")
-    micro_batch, accumulation = _batch(settings, world)
+    micro, accumulation, total = settings.micro_batch, settings.accumulation, settings.train_batch
+    if total is not None and world is not None:
+        if micro is None:
+            accumulation = accumulation or 1
+            micro = total // (world * accumulation)
+        elif accumulation is None:
+            accumulation = total // (micro * world)
+        product = micro * accumulation * world
+        if product != total:
+            said = Message(
+                "deepspeed.batch-is-not",
+                total=total,
+                file=settings.file,
+                micro=micro,
+                accumulation=accumulation,
+                world=world,
+                product=product,
+            )
+            raise ConfigError(said)
     clipping = settings.gradient_clipping
     return replace(
         base,
@@ -128,7 +168,7 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
         offload_param=settings.offload_param,
         buckets=settings.buckets,
         precision=precision,
-        micro_batch=micro_batch or base.micro_batch,
+        micro_batch=micro or base.micro_batch,
         accumulation=accumulation or base.accumulation,
         gradient_clipping=base.gradient_clipping if clipping is None else clipping > 0,
         optimizer=settings.optimizer or base.optimizer,
@@ -138,33 +178,6 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
 
 
 # --- the file -----------------------------------------------------------------------------------
-
-
-def _load(path: Path) -> tuple[dict[str, Any], list[Message]]:
-    """The object in the file, read as plain JSON if it is that and as Hjson if it is not."""
-    text = read_text(path, "JSON")
-    because: list[Message] = []
-    try:
-        values = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        values = _load_hjson(text, path.name, error)
-        because.append(Message("deepspeed.is-hjson", file=path.name))
-    if not isinstance(values, dict) or not text.strip():
-        raise ConfigError(Message("deepspeed.no-object", file=path.name))
-    return values, because
-
-
-def _load_hjson(text: str, file: str, plain: Exception) -> object:
-    """Hjson forgives so much that its complaint about a missing comma is no help: then JSON's is given."""
-    import hjson
-
-    try:
-        return hjson.loads(text, object_pairs_hook=_no_duplicates)
-    except hjson.HjsonDecodeError as error:
-        cause = str(error if re.search(r"//|/\*|#", text) else plain)
-    except (ValueError, OverflowError, RecursionError) as error:  # int() refuses thousands of digits with a ValueError
-        cause = str(error)
-    raise ConfigError(Message("deepspeed.no-json", file=file, cause=cause[:1].lower() + cause[1:]))
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -210,19 +223,6 @@ def _unknown(key: str, file: str, path: str) -> ConfigError:
             else Message("deepspeed.key-at-top", key=key, where=where, aside=aside)
         )
     return unknown_key(key, KEYS[path], str(where), aside=str(aside))
-
-
-def _list_unpriced(values: Mapping[str, Any], file: str) -> list[Message]:
-    """A sentence for each setting that moves memory in a way that Levers cannot say."""
-    sentences = []
-    for path in _UNPRICED:
-        value: Any = values
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        changes_nothing = value is None or value is False or value == "auto" or (value == 1 and value is not True)
-        if not changes_nothing:
-            sentences.append(Message("deepspeed.not-priced", key=path, file=file))
-    return sentences
 
 
 # --- the blocks ---------------------------------------------------------------------------------
@@ -275,9 +275,27 @@ def _offload(zero: Fields, kind: str, stage: int) -> Offload:
 
 
 def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, because: list[Message]) -> Buckets:
-    filled = _hidden_sizes(zero, stage, hidden_size, because)
+    # what `auto` becomes in the three keys that Hugging Face fills from the model (transformers' own formulas)
+    filled: dict[str, int] = {}
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    if asked := [key for key in keys if zero.values.get(key) == "auto"]:
+        if hidden_size is None:
+            raise ConfigError(Message("deepspeed.auto-needs-model", key=asked[0], file=zero.file))
+        sizes = (hidden_size * hidden_size, int(0.9 * hidden_size * hidden_size), 10 * hidden_size)
+        for key, value in zip(keys, sizes, strict=True):
+            if key in asked and (stage == 3 or not key.startswith("stage3_")):
+                filled[key] = value
+                because.append(
+                    Message("deepspeed.auto-filled", key=key, file=zero.file, value=value, hidden_size=hidden_size)
+                )
+    # of `key` and `stage3_key` the one that the file has; the one that Hugging Face fills in if neither
+    used: dict[str, str] = {}
+    for key in PREFIXED:
+        if key in zero.values and f"stage3_{key}" in zero.values:
+            twice = Message("deepspeed.same-key", key=key, file=zero.file, fix=Message("lint.keep-one"))
+            raise ConfigError(twice, at=zero.name(key))
+        used[key] = key if key in zero.values else f"stage3_{key}"
     plain = Buckets()
-    used = {key: _spelling(zero, key) for key in PREFIXED}
     param, optimizer = _block(zero, "offload_param"), _block(zero, "offload_optimizer")
 
     def size(key: str, default: int, *, block: Fields = zero, least: int = 0) -> int:
@@ -304,33 +322,6 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
         param_buffer_size=size("buffer_size", 100_000_000, block=param) if param.values else None,
         optimizer_buffer_count=size("buffer_count", plain.optimizer_buffer_count, block=optimizer),
     )
-
-
-def _spelling(zero: Fields, key: str) -> str:
-    """The one of `key` and `stage3_key` that the file has; the one that Hugging Face fills in if neither."""
-    if key in zero.values and f"stage3_{key}" in zero.values:
-        raise ConfigError(
-            Message("deepspeed.same-key", key=key, file=zero.file, fix=Message("lint.keep-one")), at=zero.name(key)
-        )
-    return key if key in zero.values else f"stage3_{key}"
-
-
-def _hidden_sizes(zero: Fields, stage: int, hidden_size: int | None, because: list[Message]) -> dict[str, int]:
-    """What `auto` becomes in the three keys that Hugging Face fills from the model (transformers' own formulas)."""
-    keys = ["reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"]
-    asked = [key for key in keys if zero.values.get(key) == "auto"]
-    if asked and hidden_size is None:
-        raise ConfigError(Message("deepspeed.auto-needs-model", key=asked[0], file=zero.file))
-    if not asked or hidden_size is None:
-        return {}
-    sizes = (hidden_size * hidden_size, int(0.9 * hidden_size * hidden_size), 10 * hidden_size)
-    filled = dict(zip(keys, sizes, strict=True))
-    mine = {key: filled[key] for key in asked if stage == 3 or not key.startswith("stage3_")}
-    because += [
-        Message("deepspeed.auto-filled", key=key, file=zero.file, value=value, hidden_size=hidden_size)
-        for key, value in mine.items()
-    ]
-    return mine
 
 
 def _precision(top: Fields, because: list[Message]) -> Precision | None:
@@ -390,29 +381,3 @@ def _master_weights(top: Fields, stage: int, offload: Offload) -> bool:
             raise ConfigError(said, at=block.name(key))
         return False
     return True
-
-
-def _batch(settings: DeepSpeedSettings, world: int | None) -> tuple[int | None, int | None]:
-    """Micro batch and accumulation, the missing one worked out from the whole batch as DeepSpeed does."""
-    micro, accumulation, total = settings.micro_batch, settings.accumulation, settings.train_batch
-    if total is None or world is None:
-        return micro, accumulation
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = total // (world * accumulation)
-    elif accumulation is None:
-        accumulation = total // (micro * world)
-    if micro * accumulation * world != total:
-        product = micro * accumulation * world
-        raise ConfigError(
-            Message(
-                "deepspeed.batch-is-not",
-                total=total,
-                file=settings.file,
-                micro=micro,
-                accumulation=accumulation,
-                world=world,
-                product=product,
-            )
-        )
-    return micro, accumulation

@@ -45,11 +45,46 @@ Block = dict[str, Any]
 
 def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) -> str:
     """The file for the chosen way. `with_optimizer`: for a script that leaves the optimizer to DeepSpeed."""
-    way = require_way(plan)
+    way, job = require_way(plan), plan.job
+    levers, pure = way.levers, pure_16bit(way.levers)
     check_version(target.deepspeed_version)
-    _check_engine(way.levers)
-    values = _keep_known(_values(plan, way, with_optimizer), target.deepspeed_version)
-    return json.dumps(without_defaults(values), indent=2) + "\n"
+    if levers.is_fsdp2:
+        raise ConfigError(Message("deepspeed.fsdp2-has-no-file"))
+    if pure and levers.engine == "zero0":
+        raise ConfigError(Message("deepspeed.pure-needs-sharding"))
+    if pure and levers.precision == "fp16" and not _needs_block(levers):
+        raise ConfigError(Message("deepspeed.pure-fp16-needs-offload"))
+    if pure and levers.offload_optimizer != "none" and levers.optimizer != HOST_ADAM:
+        raise ConfigError(Message("deepspeed.pure-offload-needs-adamw"))
+    values: Block = {
+        "train_batch_size": way.effective_batch,
+        "train_micro_batch_size_per_gpu": levers.micro_batch,
+        "gradient_accumulation_steps": levers.accumulation,
+        "gradient_clipping": clip(job, levers),
+        "bf16": {"enabled": False} if levers.precision == "fp32" else {},  # that it is fp32 stands nowhere else
+        "fp16": {},
+        "zero_optimization": _zero(way, job.hardware.nvme_path),
+        "zero_allow_untested_optimizer": levers.optimizer != HOST_ADAM,
+        "zero_force_ds_cpu_optimizer": levers.optimizer == HOST_ADAM,
+    }
+    if levers.precision == "bf16":
+        values["bf16"] = {
+            "enabled": True,
+            "immediate_grad_update": False,
+            "check_grad_overflow": True,
+            "bf16_master_weights_and_grads": pure,
+            "bf16_optimizer_states": pure,
+        }
+    elif levers.precision == "fp16":
+        values["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": first_scale_power(job),
+            "fp16_master_weights_and_grads": pure,
+        }
+    if _needs_block(levers) or with_optimizer:
+        values["optimizer"] = _optimizer(job, levers)
+    values["steps_per_print"] = STEPS_PER_PRINT
+    return json.dumps(without_defaults(_keep_known(values, target.deepspeed_version)), indent=2) + "\n"
 
 
 def deepspeed_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
@@ -82,30 +117,6 @@ def pure_16bit(levers: Levers) -> bool:
 # --- the blocks ---------------------------------------------------------------------------------
 
 
-def _values(plan: Plan, way: Way, with_optimizer: bool) -> Block:
-    levers, job = way.levers, plan.job
-    values: Block = {
-        "train_batch_size": way.effective_batch,
-        "train_micro_batch_size_per_gpu": levers.micro_batch,
-        "gradient_accumulation_steps": levers.accumulation,
-        "gradient_clipping": clip(job, levers),
-        "bf16": _bf16(levers),
-        "fp16": {},
-        "zero_optimization": _zero(way, job.hardware.nvme_path),
-        "zero_allow_untested_optimizer": levers.optimizer != HOST_ADAM,
-        "zero_force_ds_cpu_optimizer": levers.optimizer == HOST_ADAM,
-    }
-    if levers.precision == "fp16":
-        values["fp16"] = {
-            "enabled": True,
-            "initial_scale_power": first_scale_power(job),
-            "fp16_master_weights_and_grads": pure_16bit(levers),
-        }
-    if _needs_block(levers) or with_optimizer:
-        values["optimizer"] = _optimizer(job, levers)
-    return values | {"steps_per_print": STEPS_PER_PRINT}
-
-
 def _zero(way: Way, nvme_path: str | None) -> Block:
     levers, buckets = way.levers, way.levers.buckets
     stage = levers.stage
@@ -118,18 +129,11 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
     if buckets.overlap_comm is not None and buckets.overlap_comm != (stage == 3):
         block["overlap_comm"] = buckets.overlap_comm
     if stage == 3:
-        block |= _stage3(way)
+        threes = [each for each in LEVERS.values() if each.deepspeed.startswith("stage3")]
+        block["sub_group_size"] = buckets.sub_group_size
+        block |= {each.deepspeed: getattr(buckets, each.name) for each in threes}
+        block["stage3_gather_16bit_weights_on_model_save"] = _can_gather(way)
     return block | _offload(way, nvme_path)
-
-
-def _stage3(way: Way) -> Block:
-    """What stage 3 alone reads."""
-    buckets = way.levers.buckets
-    return {
-        "sub_group_size": buckets.sub_group_size,
-        **{each.deepspeed: getattr(buckets, each.name) for each in LEVERS.values() if each.deepspeed[:6] == "stage3"},
-        "stage3_gather_16bit_weights_on_model_save": _can_gather(way),
-    }
 
 
 def _offload(way: Way, nvme_path: str | None) -> Block:
@@ -157,19 +161,6 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
         elif nvme_path is None:
             raise ConfigError(Message("deepspeed.no-nvme-path"))
     return blocks
-
-
-def _bf16(levers: Levers) -> Block:
-    if levers.precision != "bf16":
-        return {"enabled": False} if levers.precision == "fp32" else {}  # that it is fp32 stands nowhere else
-    pure = pure_16bit(levers)
-    return {
-        "enabled": True,
-        "immediate_grad_update": False,
-        "check_grad_overflow": True,
-        "bf16_master_weights_and_grads": pure,
-        "bf16_optimizer_states": pure,
-    }
 
 
 def _optimizer(job: Job, levers: Levers) -> Block:
@@ -200,19 +191,6 @@ def _keep_known(values: Block, version: str, path: str = "") -> Block:
         elif value is True and name.startswith("bf16_"):
             raise ConfigError(Message("deepspeed.pure-bf16-since", version=version))
     return kept
-
-
-def _check_engine(levers: Levers) -> None:
-    if levers.is_fsdp2:
-        raise ConfigError(Message("deepspeed.fsdp2-has-no-file"))
-    if not pure_16bit(levers):
-        return
-    if levers.engine == "zero0":
-        raise ConfigError(Message("deepspeed.pure-needs-sharding"))
-    if levers.precision == "fp16" and not _needs_block(levers):
-        raise ConfigError(Message("deepspeed.pure-fp16-needs-offload"))
-    if levers.offload_optimizer != "none" and levers.optimizer != HOST_ADAM:
-        raise ConfigError(Message("deepspeed.pure-offload-needs-adamw"))
 
 
 def _needs_block(levers: Levers) -> bool:

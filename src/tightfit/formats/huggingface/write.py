@@ -24,7 +24,6 @@ from tightfit.formats.launch.environment import HIP
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import clip, epochs, learning_rate, logging_steps, require_way, save_steps
 from tightfit.inputs.versions import release
-from tightfit.job import Job
 from tightfit.memory import estimate
 from tightfit.messages import Message, Said
 from tightfit.planner.plan import Plan, Way
@@ -77,30 +76,59 @@ def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -
     passes = epochs(job)
     share, steps = (job.warmup, 0) if job.warmup < 1 else (0.0, int(job.warmup))
     # There DeepSpeed's own takes the place of torch's, which must not be the fused one then.
-    on_host = way.levers.optimizer == "adamw" and way.levers.offload_optimizer != "none"
+    levers = way.levers
+    on_host = levers.optimizer == "adamw" and levers.offload_optimizer != "none"
+    every, saved_every = job.evaluation.every_steps if job.evaluation.split > 0 else None, save_steps(job)
+    strategy = "no" if every is None else "steps"
+    mixed = not (levers.is_fsdp2 and pure_16bit(levers))
+    recompute = not levers.is_fsdp2 and all_or_none(way)
     values: Values = {
         "output_dir": job.saving.folder,
         "do_train": True,
         "do_eval": job.evaluation.split > 0,
-        "per_device_train_batch_size": way.levers.micro_batch,
-        "per_device_eval_batch_size": way.levers.micro_batch,
-        "gradient_accumulation_steps": way.levers.accumulation,
-        "learning_rate": learning_rate(job, way.levers),
+        "per_device_train_batch_size": levers.micro_batch,
+        "per_device_eval_batch_size": levers.micro_batch,
+        "gradient_accumulation_steps": levers.accumulation,
+        "learning_rate": learning_rate(job, levers),
         "lr_scheduler_type": job.schedule,
         "warmup_ratio": share,
         "warmup_steps": steps,
         "num_train_epochs": 1.0 if passes is None else passes,
         "max_steps": -1 if job.max_steps is None else job.max_steps,
-        "optim": "adamw_torch" if on_host else OPTIM[way.levers.optimizer],
+        "optim": "adamw_torch" if on_host else OPTIM[levers.optimizer],
         "adam_beta1": ADAM_BETAS[0],
         "adam_beta2": ADAM_BETAS[1],
         "adam_epsilon": ADAM_EPS,
         "weight_decay": float(job.weight_decay),
-        "max_grad_norm": clip(job, way.levers),
+        "max_grad_norm": clip(job, levers),
         "average_tokens_across_devices": True,
         "seed": job.seed,
+        "evaluation_strategy": strategy,
+        "eval_strategy": strategy,
+        "prediction_loss_only": True,
+        "save_strategy": "no" if saved_every is None else "steps",
+        "save_total_limit": job.saving.keep_last,
+        "save_only_model": False,
+        "save_safetensors": True,
+        "logging_strategy": "steps",
+        "logging_steps": logging_steps(job),
+        "report_to": "none",
+        "group_by_length": False,
+        "train_sampling_strategy": "random",
+        "dataloader_num_workers": levers.dataloader_workers,
+        "dataloader_pin_memory": True,
+        "eval_steps": every,
+        "save_steps": saved_every,
+        "bf16": levers.precision == "bf16" and mixed,
+        "fp16": levers.precision == "fp16" and mixed,
+        "use_liger_kernel": fuses(way, version),
+        "gradient_checkpointing": recompute,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if recompute else None,
     }
-    values |= _watching(job, way.levers) | _memory(way, version) | _sharding(way, target, deepspeed_file)
+    for name in ("eval_steps", "save_steps", "gradient_checkpointing_kwargs"):
+        if values[name] is None:
+            del values[name]
+    values |= _sharding(way, target, deepspeed_file)
     if way.hardware.gpu.vendor == "cpu":
         values["use_cpu"] = True
     if not _knows(version, "warmup_ratio"):
@@ -116,12 +144,23 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     notes = []
     if release(version) > release(NEWEST):
         notes.append(Message("huggingface.newer-than-known", version=version, newest=NEWEST))
-    notes += _loss_notes(way, version)
+    if levers.loss == "fused":
+        if not _knows(version, "use_liger_kernel"):
+            notes.append(Message("huggingface.no-liger-switch", version=version))
+        elif not fuses(way, version):
+            notes.append(Message("huggingface.no-liger-for-model", model_type=way.shape.model_type))
+        else:
+            notes.append(Message("huggingface.liger-instead"))
+            notes += filter(None, [liger_unproven(way.hardware)])
     if levers.checkpointing.layers and not levers.is_fsdp2:
         notes.append(Message("huggingface.recomputes-all", layers=levers.checkpointing.layers))
     if levers.trains != "all":
         notes.append(Message("huggingface.trains-alone", trains=levers.trains))
-    notes += _offload_notes(way)
+    if levers.checkpointing.offload and levers.is_fsdp2:
+        need = _required_bytes(way, replace(levers, checkpointing=Checkpointing(layers=None)))
+        notes.append(Message("huggingface.input-offload-by-accelerate", need=amounts(need)[0]))
+    elif levers.checkpointing.offload:
+        notes.append(Message("huggingface.no-input-offload"))
     if _scans(way) and levers.scan == "tightfit":
         notes.append(Message("huggingface.no-tightfit-scan"))
     elif _scans(way):
@@ -138,26 +177,6 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     if plan.job.timeout is not None:
         notes.append(Message("huggingface.no-time-limit", timeout=plan.job.timeout))
     return tuple(notes)
-
-
-def _loss_notes(way: Way, version: str) -> list[Message]:
-    if way.levers.loss != "fused":
-        return []
-    if not _knows(version, "use_liger_kernel"):
-        return [Message("huggingface.no-liger-switch", version=version)]
-    if not fuses(way, version):
-        return [Message("huggingface.no-liger-for-model", model_type=way.shape.model_type)]
-    notes = [Message("huggingface.liger-instead")]
-    return notes + list(filter(None, [liger_unproven(way.hardware)]))
-
-
-def _offload_notes(way: Way) -> list[Message]:
-    if not way.levers.checkpointing.offload:
-        return []
-    if not way.levers.is_fsdp2:
-        return [Message("huggingface.no-input-offload")]
-    need = _required_bytes(way, replace(way.levers, checkpointing=Checkpointing(layers=None)))
-    return [Message("huggingface.input-offload-by-accelerate", need=amounts(need)[0])]
 
 
 def _needs(way: Way, version: str) -> list[Message]:
@@ -204,51 +223,10 @@ def _scans(way: Way) -> bool:
 # --- the parts ----------------------------------------------------------------------------------
 
 
-def _watching(job: Job, levers: Levers) -> Values:
-    every = job.evaluation.every_steps if job.evaluation.split > 0 else None
-    strategy, saved_every = "no" if every is None else "steps", save_steps(job)
-    values: Values = {
-        "evaluation_strategy": strategy,
-        "eval_strategy": strategy,
-        "prediction_loss_only": True,
-        "save_strategy": "no" if saved_every is None else "steps",
-        "save_total_limit": job.saving.keep_last,
-        "save_only_model": False,
-        "save_safetensors": True,
-        "logging_strategy": "steps",
-        "logging_steps": logging_steps(job),
-        "report_to": "none",
-        "group_by_length": False,
-        "train_sampling_strategy": "random",
-        "dataloader_num_workers": levers.dataloader_workers,
-        "dataloader_pin_memory": True,
-    }
-    if every is not None:
-        values["eval_steps"] = every
-    if saved_every is not None:
-        values["save_steps"] = saved_every
-    return values
-
-
 def fuses(way: Way, version: str) -> bool:
     """Whether the Trainer's loss is fused too: by Liger, for the models whose loss Liger fuses."""
     known = way.shape.model_type in LIGER_UNDER_THE_TRAINER and _knows(version, "use_liger_kernel")
     return way.levers.loss == "fused" and known
-
-
-def _memory(way: Way, version: str) -> Values:
-    levers = way.levers
-    mixed = not (levers.is_fsdp2 and pure_16bit(levers))
-    recompute = not levers.is_fsdp2 and all_or_none(way)
-    values: Values = {
-        "bf16": levers.precision == "bf16" and mixed,
-        "fp16": levers.precision == "fp16" and mixed,
-        "use_liger_kernel": fuses(way, version),
-        "gradient_checkpointing": recompute,
-    }
-    if recompute:
-        values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    return values
 
 
 def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:

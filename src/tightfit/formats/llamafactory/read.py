@@ -95,19 +95,54 @@ class LlamaFactorySettings:
 
 def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
     """Read a LLaMA-Factory YAML. Its DeepSpeed file is found, and left to `read_deepspeed`."""
-    return settings_from(_load(Path(path)), Path(path))
+    path = Path(path)
+    text = read_text(path, "YAML")
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else None
+        problem = error.problem or error.context
+        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=line)) from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
+        # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
+        problem = (str(error) or "unreadable").splitlines()[0]
+        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=None)) from None
+    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(Message("llamafactory.no-lines", name=path.name))
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                raise ConfigError(Message("llamafactory.key-twice", value=shown(key.value), name=path.name))
+            seen.add(key.value)
+    return settings_from(values, path)
 
 
 def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings:
     """The same of a file that was parsed already."""
     said = Fields(values=values, file=path.name, text_numbers=True)
-    ignored = _check_keys(values, path.name)
+    ignored: list[str] = []  # they resemble nothing: one that is almost right is an error
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(Message("llamafactory.not-a-key", key=shown(key), file=path.name))
+        if key not in KNOWN:
+            if nearest(key, KNOWN, cutoff=0.8):
+                raise unknown_key(key, KNOWN, path.name, aside=str(Message("llamafactory.would-refuse")))
+            ignored.append(key)
     because: list[Message] = []
     computing_because: list[Message] = []
     model = said.text("model_name_or_path")
     if model is None:
         raise ConfigError(Message("llamafactory.no-model", name=path.name))
-    _check_trains(said)
+    # the files of LLaMA-Factory's other verbs hold no optimizer and no gradients
+    verbs = [key for key in ("do_train", "do_eval", "do_predict") if said.switch(key)]
+    if said.says("export_dir"):
+        raise ConfigError(Message("llamafactory.exports", file=said.file))
+    if said.values.get("do_train") is False or (verbs and "do_train" not in verbs):
+        raise ConfigError(Message("llamafactory.only-evaluates", file=said.file))
+    if said.says("infer_backend") and not said.says("dataset"):
+        raise ConfigError(Message("llamafactory.is-inference", file=said.file))
     _check_priced(said, because)
     method = _method(said, because)
     pure = bool(said.switch("pure_bf16"))
@@ -116,12 +151,29 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
         computing_because.append(Message("llamafactory.no-deepspeed", name=path.name))
     # left out, pre-training packs and fine-tuning does not
     asked = said.switch("packing")
+    lora = layers = None
+    if method != "full":
+        rank, targets = said.integer("lora_rank", least=1) or 8, _names(said, "lora_target")
+        lora = Lora(
+            rank=rank,
+            targets=None if targets in ((), ("all",)) else targets,
+            dtype="bf16" if pure else "fp32",
+            dropout=said.number("lora_dropout", most=1.0) or 0.0,
+        )
+    if said.values.get("finetuning_type") == "freeze":
+        layers = said.integer("freeze_trainable_layers", least=None)
+        layers = 2 if layers is None else layers
+        if layers < 1:
+            raise ConfigError(Message("llamafactory.trains-lowest", layers=layers, file=said.file))
+        if _names(said, "freeze_trainable_modules") not in ((), ("all",)) or said.says("freeze_extra_modules"):
+            because.append(Message("llamafactory.trains-modules", file=said.file))
+        because.append(Message("llamafactory.freezes-head", file=said.file))
     return LlamaFactorySettings(
         file=path.name,
         model=model,
         method=method,
-        lora=None if method == "full" else _lora(said, pure),
-        trainable_layers=_trainable_layers(said, because),
+        lora=lora,
+        trainable_layers=layers,
         sequence=said.integer("cutoff_len", least=1, most=LEVERS["seq"].most) or 2048,
         micro_batch=said.integer("per_device_train_batch_size", least=1, most=LEVERS["micro_batch"].most) or 8,
         accumulation=said.integer("gradient_accumulation_steps", least=1, most=LEVERS["accum"].most) or 1,
@@ -136,7 +188,7 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
         max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
         dataloader_workers=said.integer("dataloader_num_workers") or 0,
         deepspeed=deepspeed,
-        ignored=ignored,
+        ignored=tuple(ignored),
         because=tuple(because),
         computing_because=tuple(computing_because),
     )
@@ -207,43 +259,6 @@ def check_deepspeed(settings: LlamaFactorySettings, deepspeed: DeepSpeedSettings
 # --- the file -----------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> dict[Any, Any]:
-    text = read_text(path, "YAML")
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        problem = error.problem or error.context
-        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=line)) from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
-        # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
-        problem = (str(error) or "unreadable").splitlines()[0]
-        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=None)) from None
-    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(Message("llamafactory.no-lines", name=path.name))
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in seen:
-                raise ConfigError(Message("llamafactory.key-twice", value=shown(key.value), name=path.name))
-            seen.add(key.value)
-    return values
-
-
-def _check_keys(values: Mapping[Any, Any], file: str) -> tuple[str, ...]:
-    """The keys that resemble nothing; an error for one that is almost right."""
-    ignored = []
-    for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(Message("llamafactory.not-a-key", key=shown(key), file=file))
-        if key not in KNOWN:
-            if nearest(key, KNOWN, cutoff=0.8):
-                raise unknown_key(key, KNOWN, file, aside=str(Message("llamafactory.would-refuse")))
-            ignored.append(key)
-    return tuple(ignored)
-
-
 def _deepspeed(said: Fields, path: Path) -> Path | None:
     """The DeepSpeed file: from here, as LLaMA-Factory looks for it, or else from where the YAML lies."""
     if isinstance(said.values.get("deepspeed"), Mapping):
@@ -262,20 +277,6 @@ def _deepspeed(said: Fields, path: Path) -> Path | None:
 
 
 # --- the fields ---------------------------------------------------------------------------------
-
-
-def _check_trains(said: Fields) -> None:
-    """Refuse the files of LLaMA-Factory's other verbs, which hold no optimizer and no gradients."""
-    asked = [key for key in ("do_train", "do_eval", "do_predict") if said.switch(key)]
-    if said.says("export_dir"):
-        wrong = "llamafactory.exports"
-    elif said.values.get("do_train") is False or (asked and "do_train" not in asked):
-        wrong = "llamafactory.only-evaluates"
-    elif said.says("infer_backend") and not said.says("dataset"):
-        wrong = "llamafactory.is-inference"
-    else:
-        return
-    raise ConfigError(Message(wrong, file=said.file))
 
 
 def _check_priced(said: Fields, because: list[Message]) -> None:
@@ -312,17 +313,6 @@ def _method(said: Fields, because: list[Message]) -> Method:
     return "qlora"
 
 
-def _lora(said: Fields, pure: bool) -> Lora:
-    rank = said.integer("lora_rank", least=1) or 8
-    targets = _names(said, "lora_target")
-    return Lora(
-        rank=rank,
-        targets=None if targets in ((), ("all",)) else targets,
-        dtype="bf16" if pure else "fp32",
-        dropout=said.number("lora_dropout", most=1.0) or 0.0,
-    )
-
-
 def _names(said: Fields, key: str) -> tuple[str, ...]:
     """Names with commas between them, or a YAML list of names."""
     value = said.values.get(key)
@@ -330,18 +320,6 @@ def _names(said: Fields, key: str) -> tuple[str, ...]:
     if (value is not None and not names) or not all(isinstance(name, str) and name.strip() for name in names):
         raise said.wrong(key, str(Message("llamafactory.names-with-commas")))
     return tuple(name.strip() for name in names)
-
-
-def _trainable_layers(said: Fields, because: list[Message]) -> int | None:
-    if said.values.get("finetuning_type") != "freeze":
-        return None
-    layers = said.integer("freeze_trainable_layers", least=None)
-    if layers is not None and layers < 1:
-        raise ConfigError(Message("llamafactory.trains-lowest", layers=layers, file=said.file))
-    if _names(said, "freeze_trainable_modules") not in ((), ("all",)) or said.says("freeze_extra_modules"):
-        because.append(Message("llamafactory.trains-modules", file=said.file))
-    because.append(Message("llamafactory.freezes-head", file=said.file))
-    return 2 if layers is None else layers
 
 
 def _precision(said: Fields, method: Method, pure: bool, because: list[Message]) -> Precision:

@@ -240,7 +240,16 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     if levers.loss == "fused":
         notes.append(Message("llamafactory.liger-loss"))
         notes += filter(None, [liger_unproven(way.hardware)])
-    notes += _adapter_notes(way)
+    if levers.lora is not None and levers.lora.dtype != "fp32":
+        # where no DeepSpeed casts them back, its adapters are larger than those of the plan
+        run = replace(levers, lora=replace(levers.lora, dtype="fp32"))
+        need = estimate(way.shape, run, way.world, way.hardware).gpu.required_bytes
+        planned = way.footprint.gpu.required_bytes
+        if need > planned:
+            needed, there = amounts(need, planned)
+            fits = need <= way.hardware.gpu.memory_bytes
+            size = say_need(Message("huggingface.gib", gib=needed), fits=fits)
+            notes.append(Message("llamafactory.adapters-fp32", dtype=levers.lora.dtype, needed=size, planned=there))
     if _packs_apart(job):
         notes.append(Message("llamafactory.neat-packing"))
     if levers.attention == "flash":
@@ -266,23 +275,6 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     if job.data.format != "text" and _template(plan, way, target) is None:
         notes.append(Message("llamafactory.template-of-tokenizer"))
     return tuple(notes)
-
-
-def _adapter_notes(way: Way) -> list[Message]:
-    """Where no DeepSpeed casts them back, its adapters are larger than those of the plan."""
-    levers, card = way.levers, way.hardware.gpu.memory_bytes
-    if levers.lora is None or levers.lora.dtype == "fp32":
-        return []
-    run = replace(levers, lora=replace(levers.lora, dtype="fp32"))
-    need, planned = (
-        estimate(way.shape, run, way.world, way.hardware).gpu.required_bytes,
-        way.footprint.gpu.required_bytes,
-    )
-    if need <= planned:
-        return []
-    needed, there = amounts(need, planned)
-    size = say_need(Message("huggingface.gib", gib=needed), fits=need <= card)
-    return [Message("llamafactory.adapters-fp32", dtype=levers.lora.dtype, needed=size, planned=there)]
 
 
 # --- what cannot be written ---------------------------------------------------------------------

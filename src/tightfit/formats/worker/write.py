@@ -9,7 +9,6 @@ hold its own measurements against it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -170,11 +169,26 @@ def time_limit_s(job: Job) -> int | None:
 
 
 def _model(plan: Plan, way: Way) -> dict[str, Any]:
-    """`source` is what the user named; where a smaller model was allowed, that one's name."""
-    source = plan.job.model if way.shape is plan.shape else way.shape.name
-    config, weights = _origin(source, way.shape.name)
+    """`source` is what the user named; where a smaller model was allowed, that one's name.
+
+    A preset, a block of fields and a config without weights beside it are drawn from the seed.
+    """
+    name = way.shape.name
+    source = plan.job.model if way.shape is plan.shape else name
+    # the config to build from, or what has both config and weights
+    config = weights = None
+    if not isinstance(source, str):
+        config = dict(config_from_fields(source, name))
+    else:
+        word = source.strip()
+        path = Path(word).expanduser()
+        if word.lower() not in PRESETS and (not path.exists() or (path.is_dir() and any(path.glob("*.safetensors")))):
+            weights = str(path.absolute()) if path.exists() else word
+        else:
+            found = find_config(word)
+            config = dict(config_from_fields(found.config, name) if found.is_block else found.config)
     return {
-        "name": way.shape.name,
+        "name": name,
         "source": source if isinstance(source, str) else dict(source),
         "config": config,
         "weights": weights,
@@ -182,21 +196,6 @@ def _model(plan: Plan, way: Way) -> dict[str, Any]:
         "parameters": way.shape.parameters,
         "trust_remote_code": plan.job.trust_remote_code,
     }
-
-
-def _origin(source: str | Mapping[str, Any], name: str) -> tuple[dict[str, Any] | None, str | None]:
-    """The config to build from, or what has both config and weights.
-
-    A preset, a block of fields and a config without weights beside it are drawn from the seed.
-    """
-    if not isinstance(source, str):
-        return dict(config_from_fields(source, name)), None
-    word = source.strip()
-    path = Path(word).expanduser()
-    if word.lower() not in PRESETS and (not path.exists() or (path.is_dir() and any(path.glob("*.safetensors")))):
-        return None, str(path.absolute()) if path.exists() else word
-    found = find_config(word)
-    return dict(config_from_fields(found.config, name) if found.is_block else found.config), None
 
 
 def _milestones(way: Way) -> dict[str, int]:
