@@ -108,10 +108,8 @@ def parse(words: Sequence[str]) -> None:
     if not rest:  # a verb that is only named
         return
     if verb == "run":
-        module._parse(rest)
-        return
-    made = module.parser
-    made().parse(rest[1:] if verb == "data" else rest)
+        rest = rest[: rest.index("--")]  # what follows is another program's
+    module.parser().parse(rest[1:] if verb == "data" else rest)
 
 
 @pytest.mark.parametrize("planned", write_plans.PLANS, ids=lambda planned: f"{planned.example}/{planned.folder}")
