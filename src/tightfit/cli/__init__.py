@@ -68,7 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Bytes that are no text reach Python as half letters, which no file, JSON or screen can hold.
             if any("\ud800" <= letter <= "\udfff" for letter in word):
                 raise ConfigError(Message("cli.not-utf8", word=ascii(word)[:48]))
-        choose_language(_take_language(words))
+        # What `--lang` says, wherever it stands; it is taken out. What follows `--` is another program's.
+        asked = None
+        for place in reversed(range(words.index("--") if "--" in words else len(words))):
+            flag, equals, value = words[place].partition("=")
+            if flag == "--lang":
+                asked = asked if asked is not None else value if equals else "".join(words[place + 1 : place + 2])
+                del words[place : place + (1 if equals else 2)]
+        choose_language(asked)
         code = _dispatch(words)
         sys.stdout.flush()
         return code
@@ -101,17 +108,6 @@ def _output_is_stuck() -> bool:
     return False
 
 
-def _take_language(words: list[str]) -> str | None:
-    """What `--lang` says, wherever it stands; it is taken out. What follows `--` is another program's."""
-    asked = None
-    for place in reversed(range(words.index("--") if "--" in words else len(words))):
-        flag, equals, value = words[place].partition("=")
-        if flag == "--lang":
-            asked = asked if asked is not None else value if equals else "".join(words[place + 1 : place + 2])
-            del words[place : place + (1 if equals else 2)]
-    return asked
-
-
 def _dispatch(words: list[str]) -> int:
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):
@@ -119,7 +115,19 @@ def _dispatch(words: list[str]) -> int:
         print(text("help.main", verbs=verbs))
         return 0
     if first in ("-V", "--version", "version"):
-        print(_version())
+        # Ours, and those of what trains, as far as it is installed; nothing is imported for it.
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+
+        from tightfit.inputs.versions import find_installed
+
+        found = [f"Python {platform.python_version()}"]
+        for name in ("torch", "deepspeed", "transformers", "accelerate", "peft", "bitsandbytes", "triton"):
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                continue
+        print(f"tightfit {find_installed('tightfit') or text('cli.not-installed')}\n{', '.join(found)}")
         return 0
     if first not in VERBS:
         from tightfit.inputs.spelling import nearest
@@ -133,19 +141,3 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(Message("cli.no-verb", word=repr(first), hint=hint))
     run: Callable[[Sequence[str]], int] = getattr(import_module(VERBS[first][0]), first)
     return run(words[1:])
-
-
-def _version() -> str:
-    """Ours, and those of what trains, as far as it is installed; nothing is imported for it."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    from tightfit.inputs.versions import find_installed
-
-    found = [f"Python {platform.python_version()}"]
-    for name in ("torch", "deepspeed", "transformers", "accelerate", "peft", "bitsandbytes", "triton"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return f"tightfit {find_installed('tightfit') or text('cli.not-installed')}\n{', '.join(found)}"

@@ -78,7 +78,33 @@ def clean(argv: Sequence[str]) -> int:
         failed = _remove_all(found) if yes else {}
         print_json(report(found, holders, failed, removed=yes))
         return LEFT if failed else 0
-    _show(found, holders, cache, caches=caches)
+    from tightfit.screen import draw_list, open_console, say
+
+    console = open_console()
+    if not found.leftovers:
+        say(console, text("cli.nothing-left-dead"), style="bold green")
+    for kind in dict.fromkeys(each.kind for each in found.leftovers):
+        lines = []
+        for each in found.leftovers:
+            if each.kind == kind:
+                size = "" if each.bytes is None or each.bytes < SMALL else f", {size_words(each.bytes)}"
+                lines.append(f"{each.what}{size}: {each.because}")
+        draw_list(console, text("cli.title", title=TITLES[kind]), lines)
+    held = sum(each.bytes or 0 for each in found.leftovers)
+    if held:
+        console.print()
+        say(console, text("cli.all-memory-disk", leftovers=len(found.leftovers), held=size_words(held)))
+    draw_list(console, text("cli.left-alone-they"), [str(run) for run in found.live])
+    unsure = [text("runs.ended-sentence", said=said) for said in found.unsure]
+    draw_list(console, text("cli.cannot-judged-here"), unsure)
+    kept = cached_things(cache)
+    if kept and not caches:
+        draw_list(console, text("cli.caches-stay-unless"), [str(path) for path in kept])
+    elif kept and found.live:
+        draw_list(console, text("cli.caches-stay-while"), [str(path) for path in kept])
+    ours = [text("cli.live-run", words=each.words, run=each.run) for each in holders if each.run is not None]
+    others = [f"{each.words}." for each in holders if each.run is None]
+    draw_list(console, text("cli.your-processes-gpus"), [f"{each[0].upper()}{each[1:]}" for each in (*ours, *others)])
     failed = {}
     if found.leftovers and (yes or (asks and _agrees(text("cli.remove-all-type")))):
         failed = _remove_all(found)
@@ -90,7 +116,16 @@ def clean(argv: Sequence[str]) -> int:
     elif found.leftovers:
         print(text("cli.nothing-removed-yes"))
     if asks:
-        _ask_for_each([holder for holder in holders if holder.run is None])
+        # One yes a process, typed by a person; first it is asked to end, and only a second yes ends it at once.
+        for holder in (each for each in holders if each.run is None):
+            print()
+            if not _agrees(text("cli.end-process-one", pid=holder.pid, command=holder.command)):
+                continue
+            refused = ask_to_end(holder.pid, holder.mark)
+            if refused is not None and _agrees(text("cli.end-at-once", why=refused)):
+                refused = end(holder.pid, holder.mark, at_once=True)
+            ended = text("cli.process-ended", pid=holder.pid)
+            print(ended if refused is None else text("cli.process-why", pid=holder.pid, why=refused))
     return LEFT if failed else 0
 
 
@@ -137,55 +172,12 @@ def _find_holders(found: Found) -> tuple[LockHolder, ...]:
     )
 
 
-def _ask_for_each(holders: Sequence[LockHolder]) -> None:
-    """One yes a process, typed by a person; first it is asked to end, and only a second yes ends it at once."""
-    for holder in holders:
-        print()
-        if not _agrees(text("cli.end-process-one", pid=holder.pid, command=holder.command)):
-            continue
-        why = ask_to_end(holder.pid, holder.mark)
-        if why is not None and _agrees(text("cli.end-at-once", why=why)):
-            why = end(holder.pid, holder.mark, at_once=True)
-        ended = text("cli.process-ended", pid=holder.pid)
-        print(ended if why is None else text("cli.process-why", pid=holder.pid, why=why))
-
-
 def _agrees(question: str) -> bool:
     print(question, end="", flush=True)
     return sys.stdin.readline().strip().lower() == "yes"
 
 
-# --- showing and removing -----------------------------------------------------------------------
-
-
-def _show(found: Found, holders: Sequence[LockHolder], cache: Path, *, caches: bool) -> None:
-    from tightfit.screen import draw_list, open_console, say
-
-    console = open_console()
-    if not found.leftovers:
-        say(console, text("cli.nothing-left-dead"), style="bold green")
-    for kind in dict.fromkeys(each.kind for each in found.leftovers):
-        lines = []
-        for each in found.leftovers:
-            if each.kind == kind:
-                size = "" if each.bytes is None or each.bytes < SMALL else f", {size_words(each.bytes)}"
-                lines.append(f"{each.what}{size}: {each.because}")
-        draw_list(console, text("cli.title", title=TITLES[kind]), lines)
-    held = sum(each.bytes or 0 for each in found.leftovers)
-    if held:
-        console.print()
-        say(console, text("cli.all-memory-disk", leftovers=len(found.leftovers), held=size_words(held)))
-    draw_list(console, text("cli.left-alone-they"), [str(run) for run in found.live])
-    unsure = [text("runs.ended-sentence", said=said) for said in found.unsure]
-    draw_list(console, text("cli.cannot-judged-here"), unsure)
-    kept = cached_things(cache)
-    if kept and not caches:
-        draw_list(console, text("cli.caches-stay-unless"), [str(path) for path in kept])
-    elif kept and found.live:
-        draw_list(console, text("cli.caches-stay-while"), [str(path) for path in kept])
-    ours = [text("cli.live-run", words=each.words, run=each.run) for each in holders if each.run is not None]
-    others = [f"{each.words}." for each in holders if each.run is None]
-    draw_list(console, text("cli.your-processes-gpus"), [f"{each[0].upper()}{each[1:]}" for each in (*ours, *others)])
+# --- removing -----------------------------------------------------------------------------------
 
 
 def _remove_all(found: Found) -> dict[Leftover, str]:

@@ -33,16 +33,9 @@ def completion(argv: Sequence[str]) -> int:
         raise ConfigError(Message("cli.no-shell", shell=repr(args.shell), hint=meant(args.shell, SHELLS)))
     import shtab
 
-    print(shtab.complete(_everything(), args.shell))
-    return 0
-
-
-def _everything() -> argparse.ArgumentParser:
-    """All verbs as one parser."""
-    import shtab
-
     from tightfit.cli import VERBS
 
+    # All verbs as one parser.
     whole = argparse.ArgumentParser(prog="tightfit")
     whole.add_argument("--version", action="store_true", help=text("help.version"))
     verbs = whole.add_subparsers()
@@ -56,4 +49,5 @@ def _everything() -> argparse.ArgumentParser:
                 action.choices = words_of(lever)
             elif not action.option_strings or {"FILE", "DIR"} & {str(action.metavar)}:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    return whole
+    print(shtab.complete(whole, args.shell))
+    return 0

@@ -58,7 +58,23 @@ def data(argv: Sequence[str]) -> int:
         raise ConfigError(Message("cli.count-must-0", count=count))
     if any(find_spec(name) is None for name in NEEDED):
         raise ConfigError(Message("cli.preview-needs-training"))
-    lines = _ask({**_read_spec(vars(args)), "count": count})
+    spec = {**_read_spec(vars(args)), "count": count}
+    with tempfile.TemporaryDirectory(prefix="tightfit-preview-") as folder:
+        path = Path(folder) / "preview.json"
+        replace_file(path, json.dumps(spec).encode())
+        done = subprocess.run(
+            [sys.executable, "-m", "tightfit.train", "preview", str(path)],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
+        )
+    if done.returncode:
+        said = [line.removeprefix("tightfit: ") for line in done.stderr.splitlines() if line.startswith("tightfit: ")]
+        if done.returncode == USER_ERROR and said:
+            raise ConfigError(said[-1])
+        raise RuntimeError(Message("cli.preview-ended-exit", code=done.returncode, stderr=done.stderr))
+    lines = [parse_json(line) for line in done.stdout.splitlines()]
     kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("head", "example", "summary")}
     shown: dict[str, Any] = {"head": kinds["head"][0], "examples": kinds["example"], "summaries": kinds["summary"]}
     if hasattr(args, "json"):
@@ -101,23 +117,3 @@ def _read_spec(args: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": model_of(job).vocab_size if ("model" in args or "file" in args) and known else None,
         "trust_remote_code": job.trust_remote_code,
     }
-
-
-def _ask(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines that the worker prints for a spec."""
-    with tempfile.TemporaryDirectory(prefix="tightfit-preview-") as folder:
-        path = Path(folder) / "preview.json"
-        replace_file(path, json.dumps(spec).encode())
-        done = subprocess.run(
-            [sys.executable, "-m", "tightfit.train", "preview", str(path)],
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            check=False,
-        )
-    if done.returncode:
-        said = [line.removeprefix("tightfit: ") for line in done.stderr.splitlines() if line.startswith("tightfit: ")]
-        if done.returncode == USER_ERROR and said:
-            raise ConfigError(said[-1])
-        raise RuntimeError(Message("cli.preview-ended-exit", code=done.returncode, stderr=done.stderr))
-    return [parse_json(line) for line in done.stdout.splitlines()]

@@ -162,7 +162,21 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> RunQuestion:
 def _find_log(word: str, stack: ExitStack) -> LogSource:
     """One log, looked at before it is read."""
     if word == "-":
-        return LogSource(name=text("cli.standard-input"), path=_keep_stdin(stack))
+        # Standard input as a file: a pipe can be read once only.
+        if sys.stdin is None:
+            raise ConfigError(Message("cli.there-standard-input"))
+        kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-"))) / "stdin.log"
+        source = LogSource(name=text("cli.standard-input"), path=kept)
+        copied = 0
+        with name_errors(kept), kept.open("wb", buffering=0) as file:
+            while portion := sys.stdin.buffer.read(COPIED_BYTES):
+                file.write(portion)
+                if copied == 0:
+                    _check_text(source)
+                copied += len(portion)
+                if copied > MOST_PIPED_BYTES:
+                    raise ConfigError(Message("cli.standard-input-gave", most_piped_bytes=MOST_PIPED_BYTES >> 30))
+        return source
     if _is_folder(word):
         raise ConfigError(Message("cli.folder-name-log", word=word))
     path = Path(word)
@@ -214,24 +228,6 @@ def _check_text(source: LogSource) -> None:
         raise ConfigError(Message("cli.cannot-read", word=source.name, lower=why)) from None
     if is_binary(source):
         raise ConfigError(Message("cli.not-a-log", name=source.name))
-
-
-def _keep_stdin(stack: ExitStack) -> Path:
-    """Standard input as a file: a pipe can be read once only."""
-    if sys.stdin is None:
-        raise ConfigError(Message("cli.there-standard-input"))
-    kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightfit-"))) / "stdin.log"
-    source = LogSource(name=text("cli.standard-input"), path=kept)
-    copied = 0
-    with name_errors(kept), kept.open("wb", buffering=0) as file:
-        while portion := sys.stdin.buffer.read(COPIED_BYTES):
-            file.write(portion)
-            if copied == 0:
-                _check_text(source)
-            copied += len(portion)
-            if copied > MOST_PIPED_BYTES:
-                raise ConfigError(Message("cli.standard-input-gave", most_piped_bytes=MOST_PIPED_BYTES >> 30))
-    return kept
 
 
 # --- for programs -------------------------------------------------------------------------------

@@ -65,25 +65,19 @@ def estimate(argv: Sequence[str]) -> int:
         check_levers(levers, priced.shape)
         return price(priced.shape, levers, priced.world, priced.hardware).footprint.gpu.required_bytes
 
-    draw_estimate(open_console(), priced, advise(priced, ask), _find_fitting(priced))
-    return 0
-
-
-def _find_fitting(priced: Priced, most: int = 3) -> list[str]:
-    """Where this does not fit: the strategies that do, with the flags that ask for them."""
-    if priced.fits is not False:
-        return []
-    tries = [priced.levers]
-    if priced.levers.loss == "plain" and not priced.shape.final_softcap:
+    advice = advise(priced, ask)
+    # Where this does not fit: the strategies that do, with the flags that ask for them.
+    tries = [priced.levers] if priced.fits is False else []
+    if tries and priced.levers.loss == "plain" and not priced.shape.final_softcap:
         tries.append(replace(priced.levers, loss="fused"))
     fitting: list[Priced] = []
     for levers in tries:
-        rows = compare(priced.shape, levers, priced.world, priced.hardware)
-        fitting = [outcome for _, outcome in rows if isinstance(outcome, Priced) and outcome.fits]
+        outcomes = [each for _, each in compare(priced.shape, levers, priced.world, priced.hardware)]
+        fitting = [each for each in outcomes if isinstance(each, Priced) and each.fits]
         if fitting:
             break
     lines = []
-    for each in fitting[:most]:
+    for each in fitting[:3]:
         levers, memory = each.levers, each.footprint
         flags = [f"--engine {levers.engine}"]
         if levers.loss != priced.levers.loss:
@@ -94,4 +88,5 @@ def _find_fitting(priced: Priced, most: int = 3) -> list[str]:
             flags.append(f"--offload-param {levers.offload_param}")
         sizes = {"gpu": memory.gpu.required_bytes / 2**30, "host": memory.host.peak_bytes_per_node / 2**30}
         lines.append(text("cli.fits-as", way=strategy_name(levers), flags=" ".join(flags), **sizes))
-    return lines
+    draw_estimate(open_console(), priced, advice, lines)
+    return 0

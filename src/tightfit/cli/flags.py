@@ -18,7 +18,7 @@ from tightfit.inputs.spelling import nearest
 from tightfit.inputs.times import seconds_in
 from tightfit.messages import Message, Said, explain_field, text
 from tightfit.messages.wide import wrap
-from tightfit.types import ConfigError, Group, Lever
+from tightfit.types import ConfigError, Group
 
 Options = TypeVar("Options")
 
@@ -189,23 +189,19 @@ def add_lever_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None 
         if chosen:
             group = parser.add_argument_group(str(GROUPS[title]))
             for lever in chosen:
-                _add_lever_flag(group, lever)
-
-
-def _add_lever_flag(group: argparse._ArgumentGroup, lever: Lever) -> None:
-    flag, words, help_ = spelt(lever.flag), words_of(lever), explain_field("levers", lever.flag, lever.help)
-    if lever.type is bool:
-        off = spelt(f"no_{lever.flag}")
-        name, action = (off, "store_false") if lever.default else (flag, "store_true")
-        group.add_argument(name, dest=lever.flag, action=action, help=help_)
-        return
-    taken: dict[Any, tuple[str, Callable[[str], Any]]] = {
-        int: ("N", whole_number(lever.flag)),
-        float: ("SHARE", share(lever.flag)),
-        str: (lever.form[0] if lever.form else "TEXT", str),
-    }
-    metavar, read = taken.get(lever.type, ("|".join(words) or "all|a,b,c", str))
-    group.add_argument(flag, metavar=metavar, type=read, help=help_)
+                flag, words, help_ = spelt(lever.flag), words_of(lever), explain_field("levers", lever.flag, lever.help)
+                if lever.type is bool:
+                    off = spelt(f"no_{lever.flag}")
+                    name, action = (off, "store_false") if lever.default else (flag, "store_true")
+                    group.add_argument(name, dest=lever.flag, action=action, help=help_)
+                    continue
+                taken: dict[Any, tuple[str, Callable[[str], Any]]] = {
+                    int: ("N", whole_number(lever.flag)),
+                    float: ("SHARE", share(lever.flag)),
+                    str: (lever.form[0] if lever.form else "TEXT", str),
+                }
+                metavar, read = taken.get(lever.type, ("|".join(words) or "all|a,b,c", str))
+                group.add_argument(flag, metavar=metavar, type=read, help=help_)
 
 
 def whole_number(flag: str) -> Callable[[str], int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tightfit.cli.flags import CHANGE, Parser, print_json, whole_number
 from tightfit.formats.lint import examine
 from tightfit.formats.registry import kinds
-from tightfit.formats.rules import Finding, Severity
+from tightfit.formats.rules import Severity
 from tightfit.formats.target import Target
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.versions import is_version
@@ -57,12 +57,23 @@ def lint(argv: Sequence[str]) -> int:
         print_json({"file": report.file, "kind": report.kind, "findings": findings, **counts})
     else:
         width = max(40, min(shutil.get_terminal_size().columns, 120))
+        blocks = []
+        for finding in report.findings:
+            where = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
+            first = "  ".join(part for part in (where, finding.place) if part)
+            sentence = end_sentence(finding.what)
+            word = bare(sentence.split(maxsplit=1)[0])
+            if word not in finding.place.split(".") and word.isalpha():  # a capital, unless it is a key of the file
+                sentence = sentence[:1].upper() + sentence[1:]
+            head = f"{first}  {SEVERITIES[finding.severity]} [{finding.rule}]"
+            fix = wrap(text("lint.fix", fix=finding.fix), width, "  ", " " * 7)
+            blocks.append(f"{head}\n{wrap(sentence, width, '  ', '  ')}\n{fix}")
         words = [
             Message(many, n=report.count(severity)) if report.count(severity) else Message(none)
             for severity, (many, none) in COUNTS.items()
         ]
         last = text("cli.linted", file=report.file, kind=report.kind, counts=Listing(words))
-        print("\n\n".join([*(_describe(finding, width) for finding in report.findings), last]))
+        print("\n\n".join([*blocks, last]))
     return FOUND_ERRORS if report.count("error") else 0
 
 
@@ -80,16 +91,3 @@ def parser() -> Parser:
     parser.add_argument("--json", action="store_true", help=text("help.json"))
     codes = {"0": Message("help.lint-exit-0"), "1": Message("help.lint-exit-1"), **CHANGE}
     return parser.ends_with(codes)
-
-
-def _describe(finding: Finding, width: int) -> str:
-    where = finding.file if finding.line is None else f"{finding.file}:{finding.line}"
-    first = "  ".join(part for part in (where, finding.place) if part)
-    lines = [f"{first}  {SEVERITIES[finding.severity]} [{finding.rule}]"]
-    sentence = end_sentence(finding.what)
-    word = bare(sentence.split(maxsplit=1)[0])
-    if word not in finding.place.split(".") and word.isalpha():  # a capital, unless it is a key of the file
-        sentence = sentence[:1].upper() + sentence[1:]
-    lines.append(wrap(sentence, width, "  ", "  "))
-    lines.append(wrap(text("lint.fix", fix=finding.fix), width, "  ", " " * 7))
-    return "\n".join(lines)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli.flags import (
@@ -23,7 +22,6 @@ from tightfit.cli.flags import (
     without_default,
 )
 from tightfit.desk.plan import answered
-from tightfit.desk.plan_files import Answer
 from tightfit.desk.request import read_request
 from tightfit.desk.stages import each_stage
 from tightfit.inputs.flags import spelt
@@ -106,32 +104,28 @@ def plan(argv: Sequence[str]) -> int:
 
     with waiting(text("cli.pricing-every-way")):
         answers = [answered(each) for each in stages or [request]]
-    for number, (answer, files) in enumerate(answers, start=1):
-        if stages:
-            title = text("cli.stage-of", number=number, all=len(stages))
-            print("\n\n" * (number > 1) + f"# {title}\n")
-        _draw(answer, files)
-    return 0
-
-
-def _draw(answer: Answer, files: Sequence[Path] | None) -> None:
     from tightfit.screen import draw_list, open_console
     from tightfit.screen import plan as screen_plan
 
     console = open_console()
-    if isinstance(answer, list):
-        screen_plan.draw_tiers(console, answer)
-        groups: dict[Levers, list[str]] = {}  # tiers of which a job that says much itself has left no difference
-        for row in answer:
-            way = None if row.plan is None else row.plan.chosen or next(iter(row.plan.alternatives), None)
-            if way is not None:
-                groups.setdefault(way.levers, []).append(row.tier.name)
-        alike = [", ".join(names) for names in groups.values() if len(names) > 1]
-        draw_list(console, text("cli.same-here-since"), alike)
-    else:
-        screen_plan.draw_answer(console, answer)
-    if files is not None:
-        screen_plan.draw_files(console, files)
+    for number, (answer, files) in enumerate(answers, start=1):
+        if stages:
+            title = text("cli.stage-of", number=number, all=len(stages))
+            print("\n\n" * (number > 1) + f"# {title}\n")
+        if isinstance(answer, list):
+            screen_plan.draw_tiers(console, answer)
+            groups: dict[Levers, list[str]] = {}  # tiers of which a job that says much itself has left no difference
+            for row in answer:
+                way = None if row.plan is None else row.plan.chosen or next(iter(row.plan.alternatives), None)
+                if way is not None:
+                    groups.setdefault(way.levers, []).append(row.tier.name)
+            alike = [", ".join(names) for names in groups.values() if len(names) > 1]
+            draw_list(console, text("cli.same-here-since"), alike)
+        else:
+            screen_plan.draw_answer(console, answer)
+        if files is not None:
+            screen_plan.draw_files(console, files)
+    return 0
 
 
 # --- the parser ---------------------------------------------------------------------------------

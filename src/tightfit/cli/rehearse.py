@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,12 +67,23 @@ WHERE = {
 def rehearse(argv: Sequence[str]) -> int:
     """The verb."""
     given = vars(parser().parse(argv))
-    request, options = read_request(given), _read_rehearse_options(given)
+    request, options = read_request(given), read_options(RehearseOptions, given)
+    if options.steps < 1:
+        raise ConfigError(Message("cli.steps-must-at", steps=options.steps))
+    if options.from_plan is not None:
+        more = sorted(set(given) - WITH_PLAN)
+        if more:
+            what = text("cli.job-file") if more[0] == "file" else spelt(more[0])
+            raise ConfigError(Message("cli.from-plan-decided-already", from_plan=options.from_plan, what=what))
+    kept = None if options.keep is None else Path(options.keep).expanduser().absolute()
+    if kept is not None:
+        check_folder(kept)
+        if kept.exists() and any(kept.iterdir()):
+            raise ConfigError(Message("cli.empty-name-new", path=kept))
     from tightfit.screen.plan import waiting
 
     with waiting(text("cli.planning"), quiet=options.json):
         ready = prepare(request, options)
-    kept = None if options.keep is None else Path(options.keep).expanduser().absolute()
     with ExitStack() as stack:
         if kept is None:
             folder = RunFolder(Path(stack.enter_context(TemporaryDirectory(prefix="tightfit-rehearse-"))))
@@ -81,7 +92,30 @@ def rehearse(argv: Sequence[str]) -> int:
             stack.callback(claimed.release)
             folder = claimed.folder
         outcome, probe = _play(ready, folder, options.steps, quiet=options.json)
-    return _report_end(ready, outcome, probe, None if kept is None else str(kept), as_json=options.json)
+    place = None if kept is None else str(kept)
+    failure = outcome.failure
+    if failure is not None and failure.is_users:
+        missing = id_of(failure.sentence) == "data.no-tokenizer"
+        raise ConfigError(Message("cli.or-full-length", said=failure.sentence) if missing else failure.sentence)
+    if outcome.state == "interrupted":
+        print(f"tightfit: {text('cli.interrupted-rehearsal-ended')}", file=sys.stderr)
+        return outcome.exit_code
+    killed = any(gone.code == -signal.SIGKILL for gone in outcome.exits)
+    if failure is not None and not killed and not any(words.kind in MEMORY for words in outcome.words):
+        from tightfit.screen import open_errors
+        from tightfit.screen.rehearse import draw_failure
+
+        draw_failure(open_errors(), failure, place)
+        return outcome.exit_code
+    found = _rehearsal(ready, outcome, probe, place)
+    if options.json:
+        print_json(report(found), allow_nan=False)
+    else:
+        from tightfit.screen import open_console
+        from tightfit.screen.rehearse import draw_rehearsal
+
+        draw_rehearsal(open_console(), found)
+    return 0 if found.passed else FAILED_MEMORY
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -99,24 +133,6 @@ def parser() -> Parser:
     add_flags(made, {"the rehearsal": OWN_FLAGS, **table}, WHOLE | {"steps", "on"})
     made.knows_as(ALIASES)
     return made.ends_with(EXIT_CODES, text("help.rehearse-writes"))
-
-
-def _read_rehearse_options(given: Mapping[str, Any]) -> RehearseOptions:
-    """What was given, unless flags contradict each other."""
-    options = read_options(RehearseOptions, given)
-    if options.steps < 1:
-        raise ConfigError(Message("cli.steps-must-at", steps=options.steps))
-    if options.from_plan is not None:
-        more = sorted(set(given) - WITH_PLAN)
-        if more:
-            what = text("cli.job-file") if more[0] == "file" else spelt(more[0])
-            raise ConfigError(Message("cli.from-plan-decided-already", from_plan=options.from_plan, what=what))
-    if options.keep is not None:
-        path = Path(options.keep).expanduser().absolute()
-        check_folder(path)
-        if path.exists() and any(path.iterdir()):
-            raise ConfigError(Message("cli.empty-name-new", path=path))
-    return options
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -141,7 +157,15 @@ def _play(ready: ReadyRehearsal, folder: RunFolder, steps: int, *, quiet: bool) 
             from tightfit.screen.train import Board
 
             console = open_console()
-            for sentence in _describe_start(ready):
+            said: Sequence[str] = ready.said
+            if ready.plan is not None and ready.plan.chosen is not None:
+                from tightfit.priced import strategy_name
+                from tightfit.screen.plan_words import head_words
+
+                way = ready.plan.chosen
+                head = str(head_words(ready.plan, way.hardware, way.levers.sequence))
+                said = head, text("cli.one-rank", levers=strategy_name(way.levers), world=way.world)
+            for sentence in said:
                 say(console, sentence)
             console.print()
             board = stack.enter_context(Board(console, ready.worker))
@@ -154,17 +178,6 @@ def _play(ready: ReadyRehearsal, folder: RunFolder, steps: int, *, quiet: bool) 
 
         outcome = run([start], folder, show)
     return outcome, probes[-1] if probes else None
-
-
-def _describe_start(ready: ReadyRehearsal) -> Sequence[str]:
-    from tightfit.priced import strategy_name
-    from tightfit.screen.plan_words import head_words
-
-    if ready.plan is None or ready.plan.chosen is None:
-        return ready.said
-    way = ready.plan.chosen
-    head = str(head_words(ready.plan, way.hardware, way.levers.sequence))
-    return head, text("cli.one-rank", levers=strategy_name(way.levers), world=way.world)
 
 
 @contextmanager
@@ -186,69 +199,10 @@ def _reserve(ready: ReadyRehearsal, folder: RunFolder) -> Iterator[None]:
 # --- the end ------------------------------------------------------------------------------------
 
 
-def _report_end(
-    ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kept: str | None, *, as_json: bool
-) -> int:
-    failure = outcome.failure
-    if failure is not None and failure.is_users:
-        missing = id_of(failure.sentence) == "data.no-tokenizer"
-        raise ConfigError(Message("cli.or-full-length", said=failure.sentence) if missing else failure.sentence)
-    if outcome.state == "interrupted":
-        print(f"tightfit: {text('cli.interrupted-rehearsal-ended')}", file=sys.stderr)
-        return outcome.exit_code
-    killed = any(gone.code == -signal.SIGKILL for gone in outcome.exits)
-    if failure is not None and not killed and not any(words.kind in MEMORY for words in outcome.words):
-        from tightfit.screen import open_errors
-        from tightfit.screen.rehearse import draw_failure
-
-        draw_failure(open_errors(), failure, kept)
-        return outcome.exit_code
-    found = _rehearsal(ready, outcome, probe, kept)
-    if as_json:
-        print_json(report(found), allow_nan=False)
-    else:
-        from tightfit.screen import open_console
-        from tightfit.screen.rehearse import draw_rehearsal
-
-        draw_rehearsal(open_console(), found)
-    return 0 if found.passed else FAILED_MEMORY
-
-
 def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kept: str | None) -> Rehearsal:
-    worker, tally, failure = ready.worker, outcome.tally, outcome.failure
-    rows = _rows(ready, outcome, probe)
-    held = next((row.measured for row in rows if row.key == ("host" if ready.device is None else "peak")), None)
-    verdict: Verdict = "passed"
-    if failure is not None:
-        verdict = "out of memory"
-    elif held is not None and held > ready.cap_bytes:
-        verdict = "over the cap"
-    phase = None
-    if failure is not None:  # the milestone that was not reached any more
-        reached = {mark.milestone for mark in tally.marks}
-        phase = "steps" if tally.began else next((name for name in WHERE if name not in reached), "steps")
-    return Rehearsal(
-        model=worker.model,
-        engine=worker.engine,
-        ranks=worker.ranks,
-        device=text("cli.the-cpu") if ready.device is None else ready.device.name,
-        cap_bytes=ready.cap_bytes,
-        tensor_bytes=ready.tensor_bytes,
-        verdict=verdict,
-        phase=phase,
-        where=None if phase is None else WHERE[phase],
-        error=None if failure is None else str(failure.sentence),
-        steps=0 if tally.last is None else tally.last.step,
-        rows=rows,
-        notes=ready.notes,
-        folder=kept,
-    )
-
-
-def _rows(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None) -> tuple[FigureRow, ...]:
     from tightfit.runs.lines import MILESTONES
 
-    worker, tally, last = ready.worker, outcome.tally, outcome.tally.last
+    worker, tally, last, failure = ready.worker, outcome.tally, outcome.tally.last, outcome.failure
     peaks = [mark.measured_bytes for mark in tally.marks if mark.milestone != "init"] + [tally.peak_bytes]
     peak = max((size for size in peaks if size is not None), default=None)
     host = None if tally.ended is None else tally.ended.summary.get("host_peak_bytes")
@@ -272,9 +226,35 @@ def _rows(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None) -> tuple
         ("step_s", text("cli.step-median"), "seconds", worker.step_s, step_s),
         ("tokens_per_s", text("cli.tokens-second"), "tokens", worker.tokens_per_s, pace),
     ]
-    return tuple(
+    rows = tuple(
         FigureRow(key=key, name=name, unit=unit, predicted=predicted, measured=measured)
         for key, name, unit, predicted, measured in named
+    )
+    held = next((row.measured for row in rows if row.key == ("host" if ready.device is None else "peak")), None)
+    verdict: Verdict = "passed"
+    if failure is not None:
+        verdict = "out of memory"
+    elif held is not None and held > ready.cap_bytes:
+        verdict = "over the cap"
+    phase = None
+    if failure is not None:  # the milestone that was not reached any more
+        reached = {mark.milestone for mark in tally.marks}
+        phase = "steps" if tally.began else next((name for name in WHERE if name not in reached), "steps")
+    return Rehearsal(
+        model=worker.model,
+        engine=worker.engine,
+        ranks=worker.ranks,
+        device=text("cli.the-cpu") if ready.device is None else ready.device.name,
+        cap_bytes=ready.cap_bytes,
+        tensor_bytes=ready.tensor_bytes,
+        verdict=verdict,
+        phase=phase,
+        where=None if phase is None else WHERE[phase],
+        error=None if failure is None else str(failure.sentence),
+        steps=0 if last is None else last.step,
+        rows=rows,
+        notes=ready.notes,
+        folder=kept,
     )
 
 

@@ -28,7 +28,7 @@ from tightfit.runs.external.process import Streams
 from tightfit.runs.external.record import FOLDER, ClaimedRun, begin_record, claim
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
-from tightfit.runs.supervise import MAX_ATTEMPTS, Orders, Policy, RunResult, Supervisor
+from tightfit.runs.supervise import MAX_ATTEMPTS, Orders, Policy, Supervisor
 from tightfit.start.external import Known, Planner, RunSetting, UserSaid, file_of, prediction
 from tightfit.start.machine import wait_for_gpus
 from tightfit.types import ConfigError, UserError
@@ -96,7 +96,26 @@ def run(argv: Sequence[str]) -> int:
     if shutil.which(words[0]) is None and not options.dry_run:
         raise ConfigError(Message("cli.there-program-here", words=words[0]))
     external = read_training(command)
-    planner = Planner(_read_setting(options))
+    from tightfit.hardware.machine import this_machine
+    from tightfit.hardware.words import parse_hardware
+
+    calibrations, ram = Calibrations(cache_folder()), options.host_ram
+    wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
+    if options.wait_for_gpu:
+
+        def wait(need_bytes: int | None, count: int, give_up: Callable[[], bool]) -> bool:
+            return wait_for_gpus(need_bytes, count, _say, give_up)
+
+    setting = RunSetting(
+        hardware=this_machine(host_ram=ram) if options.gpus is None else parse_hardware(options.gpus, host_ram=ram),
+        allow=options.read_allowed(),
+        calibration=None if options.no_calibration else calibrations.read(),
+        wait=wait,
+        said=UserSaid(model=options.model, sequence=options.seq, micro_batch=options.micro_batch),
+    )
+    if options.gpus is None:  # what is learned of cards that were only named is not written down
+        setting = replace(setting, keep=calibrations.add)
+    planner = Planner(setting)
     if options.dry_run:
         known, warning = planner.known(external), planner.warning(external)
         if options.json:
@@ -117,28 +136,6 @@ def run(argv: Sequence[str]) -> int:
         return _run(options, place, external, planner)
     finally:
         place.lock.release()
-
-
-def _read_setting(options: RunOptions) -> RunSetting:
-    from tightfit.hardware.machine import this_machine
-    from tightfit.hardware.words import parse_hardware
-
-    calibrations, ram = Calibrations(cache_folder()), options.host_ram
-    wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
-    if options.wait_for_gpu:
-
-        def wait(need_bytes: int | None, count: int, give_up: Callable[[], bool]) -> bool:
-            return wait_for_gpus(need_bytes, count, _say, give_up)
-
-    setting = RunSetting(
-        hardware=this_machine(host_ram=ram) if options.gpus is None else parse_hardware(options.gpus, host_ram=ram),
-        allow=options.read_allowed(),
-        calibration=None if options.no_calibration else calibrations.read(),
-        wait=wait,
-        said=UserSaid(model=options.model, sequence=options.seq, micro_batch=options.micro_batch),
-    )
-    # What is learned of cards that were only named is not written down.
-    return replace(setting, keep=calibrations.add) if options.gpus is None else setting
 
 
 def _run(options: RunOptions, place: ClaimedRun, external: ExternalTraining, planner: Planner) -> int:
@@ -198,7 +195,31 @@ def _run(options: RunOptions, place: ClaimedRun, external: ExternalTraining, pla
         "attempts": [asdict(each) for each in ended.records],
     }
     write(report, ended.outcome.state, trainer.exit_code)
-    _say_end(trainer, ended)
+    most, found = trainer.peak, ended.verdict
+    gpus = "".join(f", GPU {word} {size / 2**30:.1f} GiB" for word, size in sorted(most.gpu_bytes.items()))
+    peak = text("cli.most-memory-seen", host_bytes=most.host_bytes / 2**30, gpus=gpus)
+    many = len(ended.records)
+    times = text("cli.at-first-attempt") if many == 1 else text("cli.after-attempts", many=many)
+    if ended.outcome.state == "done":
+        _say(text("cli.run-done", times=times, peak=peak))
+        if found is not None:
+            _say(text("cli.but-look-at", cause=found.cause))
+    elif ended.outcome.state == "interrupted":
+        _say(text("cli.stopped-asked", peak=peak))
+    else:
+        own = ended.records[-1].exit_codes
+        well = own and not any(own)
+        _say(text("cli.ended-if-all" if well else "cli.it-failed", times=times, peak=peak))
+        if found is not None:
+            _say(str(found.cause))
+            if ended.because:
+                _say(text("cli.started-again", because=ended.because))
+            for fix in found.fixes[:MOST_FIXES]:
+                costly = text("cli.changes-in-brackets") if fix.is_costly else ""
+                _say(f"  - {fix.text}{f' [{fix.command}]' if fix.command else ''}{costly}")
+            _say(text("cli.more-tightfit-diagnose", folder=trainer.folder, which=found.id))
+    if trainer.files:
+        _say(text("cli.configs-written", files=", ".join(str(path) for path in trainer.files)))
     if options.json:
         print_json(report)
     return trainer.exit_code
@@ -251,34 +272,6 @@ def _describe_prediction(external: ExternalTraining, known: Known | str) -> str:
     if known.priced.fits is False and file is not None:
         return text("cli.started-all-same", said=said, file=shlex.quote(str(file)))
     return said
-
-
-def _say_end(trainer: ExternalTrainer, ended: RunResult) -> None:
-    most, found = trainer.peak, ended.verdict
-    gpus = "".join(f", GPU {word} {size / 2**30:.1f} GiB" for word, size in sorted(most.gpu_bytes.items()))
-    peak = text("cli.most-memory-seen", host_bytes=most.host_bytes / 2**30, gpus=gpus)
-    many = len(ended.records)
-    times = text("cli.at-first-attempt") if many == 1 else text("cli.after-attempts", many=many)
-    if ended.outcome.state == "done":
-        _say(text("cli.run-done", times=times, peak=peak))
-        if found is not None:
-            _say(text("cli.but-look-at", cause=found.cause))
-    elif ended.outcome.state == "interrupted":
-        _say(text("cli.stopped-asked", peak=peak))
-    else:
-        own = ended.records[-1].exit_codes
-        well = own and not any(own)
-        _say(text("cli.ended-if-all" if well else "cli.it-failed", times=times, peak=peak))
-        if found is not None:
-            _say(str(found.cause))
-            if ended.because:
-                _say(text("cli.started-again", because=ended.because))
-            for fix in found.fixes[:MOST_FIXES]:
-                costly = text("cli.changes-in-brackets") if fix.is_costly else ""
-                _say(f"  - {fix.text}{f' [{fix.command}]' if fix.command else ''}{costly}")
-            _say(text("cli.more-tightfit-diagnose", folder=trainer.folder, which=found.id))
-    if trainer.files:
-        _say(text("cli.configs-written", files=", ".join(str(path) for path in trainer.files)))
 
 
 def _start_report(external: ExternalTraining, known: Known | str) -> dict[str, Any]:

@@ -107,7 +107,37 @@ def train(argv: Sequence[str]) -> int:
     stages = each_stage(request)
     if not stages:
         return _train(request, options, argv)
-    return _train_stages(stages, options, argv)
+
+    # Every stage that is not done yet, from the model that the one before it left; the exit code of the last that
+    # ran. The same command goes on after an end: stages that are done are passed over, the one under way resumes.
+    def say(said: str) -> None:
+        print(said, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    for request in stages:
+        assert request.file is not None
+        stage = pick_stage(request, job_from_text(request.file.read(), model=request.model).job)
+        assert stage is not None
+        record, merged = read_run(stage.folder), folder_of_merged_model(stage.root, stage.number)
+        if record is not None and record.state == "done" and not options.overwrite:
+            say(text("cli.done-already", words=stage.words, folder=stage.folder))
+        elif stage.model is not None and not stage.model.exists():
+            assert options.dry_run, "every stage before it is done"
+            say(text("cli.planned-when-stage", words=stage.words, number=stage.number - 1))
+            continue
+        else:
+            if options.overwrite and merged.exists():
+                raise ConfigError(Message("cli.holds-what-stage", merged=merged, number=stage.number))
+            say(text("cli.stage-in", words=stage.words, folder=stage.folder))
+            code = _train(request, options, argv)
+            if code != 0:
+                return code
+        if stage.number < stage.count and not options.dry_run and model_left_by(stage.root, stage.number) is None:
+            # A stage that trained adapters leaves them beside the model: the next one starts from both in one.
+            from tightfit.cli.export import export
+
+            if export([str(stage.folder), "--to", str(merged)]) != 0:
+                raise ConfigError(Message("cli.adapters-stage-could", number=stage.number))
+    return 0
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -171,42 +201,6 @@ def _read_train_options(given: Mapping[str, Any]) -> TrainOptions:
 # --- one run after another ----------------------------------------------------------------------
 
 
-def _train_stages(stages: Sequence[Request], options: TrainOptions, argv: Sequence[str]) -> int:
-    """Every stage that is not done yet, from the model that the one before it left; the exit code of the last that ran.
-
-    The same command goes on after an end: stages that are done are passed over, and the one under way resumes.
-    """
-
-    def say(said: str) -> None:
-        print(said, file=sys.stderr if options.json else sys.stdout, flush=True)
-
-    for request in stages:
-        assert request.file is not None
-        stage = pick_stage(request, job_from_text(request.file.read(), model=request.model).job)
-        assert stage is not None
-        record, merged = read_run(stage.folder), folder_of_merged_model(stage.root, stage.number)
-        if record is not None and record.state == "done" and not options.overwrite:
-            say(text("cli.done-already", words=stage.words, folder=stage.folder))
-        elif stage.model is not None and not stage.model.exists():
-            assert options.dry_run, "every stage before it is done"
-            say(text("cli.planned-when-stage", words=stage.words, number=stage.number - 1))
-            continue
-        else:
-            if options.overwrite and merged.exists():
-                raise ConfigError(Message("cli.holds-what-stage", merged=merged, number=stage.number))
-            say(text("cli.stage-in", words=stage.words, folder=stage.folder))
-            code = _train(request, options, argv)
-            if code != 0:
-                return code
-        if stage.number < stage.count and not options.dry_run and model_left_by(stage.root, stage.number) is None:
-            # A stage that trained adapters leaves them beside the model: the next one starts from both in one.
-            from tightfit.cli.export import export
-
-            if export([str(stage.folder), "--to", str(merged)]) != 0:
-                raise ConfigError(Message("cli.adapters-stage-could", number=stage.number))
-    return 0
-
-
 def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     """One run."""
     resume = resume_of(options)
@@ -221,7 +215,18 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
             ready = _plan(request, options)
     except NothingFits as error:
         if options.dry_run:
-            _show_shortages(error.plan, as_json=options.json)
+            # What was priced and how far each is from fitting; the error that follows says what would help.
+            if options.json:
+                from tightfit.desk.plan_report import plan_report
+
+                print_json({"folder": None, "plan": plan_report(error.plan)}, allow_nan=False)
+            else:
+                from tightfit.screen import open_console
+                from tightfit.screen.plan import draw_plan, draw_shortages
+
+                console = open_console()
+                draw_plan(console, error.plan)
+                draw_shortages(console, error.plan)
         raise
     more = not options.overwrite and asks_for_more(ready.folder, ready.files[WORKER_FILE])
     check_folder(ready.own_folder, overwrite=options.overwrite, resume=resume.place, more=more)
@@ -229,7 +234,25 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     if request.port is not None and ready.nodes.rank == 0:
         check_port(request.port)
     if options.dry_run:
-        return _dry_run(ready, as_json=options.json)
+        if options.json:
+            from tightfit.desk.plan_report import plan_report
+
+            plain = {} if ready.plan is None else plan_report(ready.plan)
+            print_json({"folder": str(ready.folder), "plan": plain}, allow_nan=False)
+            return 0
+        from tightfit.screen import open_console, say
+        from tightfit.screen.plan import draw_plan
+
+        console = open_console()
+        if ready.plan is not None:
+            draw_plan(console, ready.plan)
+        for sentence in ready.said:
+            say(console, sentence)
+        console.print()
+        numbers = ", ".join(str(device.number) for device in ready.devices)
+        where = f"GPU {numbers}" if numbers else text("cli.the-cpu")
+        say(console, text("cli.nothing-started-written", ranks=ready.worker.ranks, where=where, folder=ready.folder))
+        return 0
     claimed = ClaimedFolder.claim(
         ready.own_folder, overwrite=options.overwrite, resume=resume.place, take_over=options.take_over, more=more
     )
@@ -249,7 +272,24 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
         claimed.release()
         raise
     record.close(claimed.folder.path, state=ended.outcome.state, exit_code=ended.outcome.exit_code)
-    return _report_end(course, options, resume, ended, claimed)
+    # Leave what is worth keeping, and say how it went.
+    outcome, ready = ended.outcome, course.ready
+    is_done, speaks = outcome.state == "done", ready.nodes.rank == 0
+    in_vain = outcome.state in ("user error", "interrupted") and ended.in_vain
+    if in_vain or (is_done and not speaks):
+        claimed.discard()
+    else:
+        claimed.release(done=is_done)
+    if outcome.state == "user error":
+        assert outcome.failure is not None
+        raise ConfigError(outcome.failure.sentence)
+    faster = way_up(ready.plan, outcome.tally, course.bounds) if is_done else None
+    if options.json and speaks:
+        print_json({**report(ready, outcome, faster), "attempts": [asdict(each) for each in ended.records]})
+    _say_end(ready, ended, resume, as_json=options.json)
+    if not options.json and speaks:
+        say_way_up(faster)
+    return outcome.exit_code
 
 
 def _plan(request: Request, options: TrainOptions) -> Ready:
@@ -293,42 +333,6 @@ def _check_memory(request: Request, options: TrainOptions) -> int:
     runs = [{"pid": each.pid, "folder": each.folder, "bytes": each.host_bytes} for each in machine.live]
     ram = {"total_bytes": total, "free_bytes": free, "reserved": runs}
     print_json({"gpus": gpus, "holders_of_some_gpu": plain(machine.occupancy.unplaced), "host_ram": ram})
-    return 0
-
-
-def _show_shortages(plan: Plan, *, as_json: bool) -> None:
-    """What was priced and how far each is from fitting; the error that follows says what would help."""
-    if as_json:
-        from tightfit.desk.plan_report import plan_report
-
-        print_json({"folder": None, "plan": plan_report(plan)}, allow_nan=False)
-        return
-    from tightfit.screen import open_console
-    from tightfit.screen.plan import draw_plan, draw_shortages
-
-    console = open_console()
-    draw_plan(console, plan)
-    draw_shortages(console, plan)
-
-
-def _dry_run(ready: Ready, *, as_json: bool) -> int:
-    if as_json:
-        from tightfit.desk.plan_report import plan_report
-
-        plain = {} if ready.plan is None else plan_report(ready.plan)
-        print_json({"folder": str(ready.folder), "plan": plain}, allow_nan=False)
-        return 0
-    from tightfit.screen import open_console, say
-    from tightfit.screen.plan import draw_plan
-
-    console = open_console()
-    if ready.plan is not None:
-        draw_plan(console, ready.plan)
-    for sentence in ready.said:
-        say(console, sentence)
-    console.print()
-    where = f"GPU {', '.join(str(device.number) for device in ready.devices)}" if ready.devices else text("cli.the-cpu")
-    say(console, text("cli.nothing-started-written", ranks=ready.worker.ranks, where=where, folder=ready.folder))
     return 0
 
 
@@ -412,29 +416,6 @@ def _supervise(
 
 
 # --- the end ------------------------------------------------------------------------------------
-
-
-def _report_end(
-    course: TrainCourse, options: TrainOptions, resume: Resume, ended: RunResult, claimed: ClaimedFolder
-) -> int:
-    """Leave what is worth keeping, and say how it went."""
-    outcome, ready = ended.outcome, course.ready
-    is_done, speaks = outcome.state == "done", ready.nodes.rank == 0
-    in_vain = outcome.state in ("user error", "interrupted") and ended.in_vain
-    if in_vain or (is_done and not speaks):
-        claimed.discard()
-    else:
-        claimed.release(done=is_done)
-    if outcome.state == "user error":
-        assert outcome.failure is not None
-        raise ConfigError(outcome.failure.sentence)
-    faster = way_up(ready.plan, outcome.tally, course.bounds) if is_done else None
-    if options.json and speaks:
-        print_json({**report(ready, outcome, faster), "attempts": [asdict(each) for each in ended.records]})
-    _say_end(ready, ended, resume, as_json=options.json)
-    if not options.json and speaks:
-        say_way_up(faster)
-    return outcome.exit_code
 
 
 def _say_end(ready: Ready, ended: RunResult, resume: Resume, *, as_json: bool) -> None:

@@ -43,7 +43,16 @@ MACHINE_EVERY_S = 60.0
 def watch(argv: Sequence[str]) -> int:
     """The verb."""
     args = parser().parse(argv)
-    interval = _read_interval(getattr(args, "interval", "1"))
+    word = getattr(args, "interval", "1")
+    interval = float(word) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", word) else None
+    if interval is None and (thousandths := re.fullmatch(r"(\d{1,9})ms", word)):
+        interval = int(thousandths[1]) / 1000
+    if interval is None:
+        interval = seconds_in(word)
+    if interval is None:
+        raise ConfigError(Message("cli.interval-takes-seconds", text=repr(word)))
+    if not LEAST_S <= interval <= MOST_S:
+        raise ConfigError(Message("cli.interval-must-seconds", least_s=LEAST_S, most_s=MOST_S, text=word))
     if hasattr(args, "json") and not hasattr(args, "once"):
         raise ConfigError(Message("cli.json-needs-once"))
     run = check_run(Path(args.run)) if hasattr(args, "run") else None
@@ -82,19 +91,6 @@ def parser() -> Parser:
     made.add_argument("--once", action="store_true", help=text("help.once"))
     made.add_argument("--json", action="store_true", help=text("help.watch-json"))
     return made.ends_with(EXIT_CODES, text("help.watch-writes"))
-
-
-def _read_interval(text: str) -> float:
-    found = float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) else None
-    if found is None and (thousandths := re.fullmatch(r"(\d{1,9})ms", text)):
-        found = int(thousandths[1]) / 1000
-    if found is None:
-        found = seconds_in(text)
-    if found is None:
-        raise ConfigError(Message("cli.interval-takes-seconds", text=repr(text)))
-    if not LEAST_S <= found <= MOST_S:
-        raise ConfigError(Message("cli.interval-must-seconds", least_s=LEAST_S, most_s=MOST_S, text=text))
-    return found
 
 
 # --- once, and again and again ------------------------------------------------------------------

@@ -13,7 +13,7 @@ import re
 import shlex
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,15 +45,27 @@ def find_left_locks(environment: Mapping[str, str], *, ours_since: float | None 
     if not (PROC / "self/fd").exists():
         return ()
     made, now = list[tuple[float, Path]](), time.time()
-    for path in _locks(build_folder(environment)):
+    # A folder that the user named holds the parts; torch's own has one for each Python and device between.
+    for pattern in (f"*/{LOCK}", f"*/*/{LOCK}"):
         with suppress(OSError):
-            stamp = path.stat().st_mtime
-            if is_lock(path) and (now - stamp > OLD_S if ours_since is None else stamp >= ours_since):
-                made.append((stamp, path))
+            for path in build_folder(environment).glob(pattern):
+                with suppress(OSError):
+                    stamp = path.stat().st_mtime
+                    if is_lock(path) and (now - stamp > OLD_S if ours_since is None else stamp >= ours_since):
+                        made.append((stamp, path))
     if not made:
         return ()
-    held = set(_open_files())
-    busy = set() if ours_since is not None else set(_list_compiling())
+    held, busy = set[str](), set[str]()  # open files, and folders in which a compiler runs, whoever started it
+    for process in (PROC / str(pid) for pid in every_pid()):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            for entry in (process / "fd").iterdir():
+                with suppress(OSError):
+                    held.add(str(entry.readlink()))
+        if ours_since is None:
+            with suppress(OSError, ValueError):
+                program = os.path.basename((process / "cmdline").read_bytes().split(b"\0")[0]).decode(errors="replace")
+                if _COMPILERS.search(program):
+                    busy.add(os.path.realpath((process / "cwd").readlink()))
     left = [
         (stamp, path)
         for stamp, path in made
@@ -97,13 +109,6 @@ def _name_locks(locks: Sequence[Path]) -> Message:
     return Message("runs.more-locks", first=locks[0], more=len(locks) - 1)
 
 
-def _locks(folder: Path) -> Iterator[Path]:
-    """A folder that the user named holds the parts; torch's own has one for each Python and device between."""
-    for pattern in (f"*/{LOCK}", f"*/*/{LOCK}"):
-        with suppress(OSError):
-            yield from folder.glob(pattern)
-
-
 def is_lock(path: Path) -> bool:
     """Whether it can be torch's: an empty file, and no link."""
     try:
@@ -124,22 +129,3 @@ def _can_be_seen(path: Path) -> bool:
         return deepest is not None and deepest.fstype in OWN_DISKS and path.stat().st_uid == os.geteuid()
     except OSError:
         return False
-
-
-def _open_files() -> Iterator[str]:
-    """Of all processes that may be looked at."""
-    for pid in every_pid():
-        with suppress(OSError):  # it has ended, or is somebody else's
-            for entry in (PROC / str(pid) / "fd").iterdir():
-                with suppress(OSError):
-                    yield str(entry.readlink())
-
-
-def _list_compiling() -> Iterator[str]:
-    """Folders in which a compiler runs, though whoever started it may be gone."""
-    for pid in every_pid():
-        process = PROC / str(pid)
-        with suppress(OSError, ValueError):
-            program = os.path.basename((process / "cmdline").read_bytes().split(b"\0")[0]).decode(errors="replace")
-            if _COMPILERS.search(program):
-                yield os.path.realpath((process / "cwd").readlink())

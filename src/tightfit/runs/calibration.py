@@ -33,7 +33,12 @@ def learned(events: Iterable[Event], plan: Plan) -> Entry | None:
     seen = _Seen()
     for event in events:
         seen.add(event)
-    return _entry_of(plan, way, (*_on_gpu(seen, way), *_on_host(seen, way)))
+    found = [*_on_gpu(seen, way)]
+    if way.hardware.gpu.vendor != "cpu":  # on the CPU it all is host memory
+        # Of the steps: while the model is read, pages of its files count as resident.
+        predicted = uncorrected_bytes(way.footprint.host.phases["step"])
+        found.append(Measured(where="host", phase="step", predicted_bytes=predicted, measured_bytes=seen.host_bytes))
+    return _entry_of(plan, way, tuple(found))
 
 
 def learn_from_failure(plan: Plan, shortfall: Shortfall, held_bytes: int) -> Entry | None:
@@ -104,10 +109,3 @@ def _on_gpu(seen: _Seen, way: Way) -> Iterator[Measured]:
         predicted = uncorrected_bytes(gpu.phases[phase])
         if error > 0 or phase == "init" or probed is not None:  # a largest batch that never passed proves nothing
             yield Measured(where="gpu", phase=phase, predicted_bytes=predicted, measured_bytes=predicted + error)
-
-
-def _on_host(seen: _Seen, way: Way) -> Iterator[Measured]:
-    """Of the steps: while the model is read, pages of its files count as resident. On the CPU it all is host memory."""
-    if way.hardware.gpu.vendor != "cpu":
-        predicted = uncorrected_bytes(way.footprint.host.phases["step"])
-        yield Measured(where="host", phase="step", predicted_bytes=predicted, measured_bytes=seen.host_bytes)

@@ -260,7 +260,17 @@ def find_cause(known: FailedAttempt) -> Verdict:
     if found.rank is None and failure is not None:  # the kernel's record knows no ranks
         found = replace(found, rank=failure.rank)
     found = _place(rule_out_memory(found, known.kernel), known)
-    return found if words is None else _believe(found, words, known.config)
+    if words is None:
+        return found
+    # The rank's own record goes before what its log seems to say: kind, phase, step and bytes are its values.
+    if words.kind in _FINER:
+        if found.kind not in _FINER[words.kind]:
+            evidence = (_line(words), *found.evidence)
+            found = replace(known_symptom(_SYMPTOMS[words.kind], known.config), evidence=evidence, rank=words.rank)
+        said = {name: getattr(words, name) for name in ("asked", "allocated", "free")}
+        numbers = {name: value for name, value in said.items() if value is not None}
+        found = replace(found, oom=replace(found.oom or OomNumbers(), **numbers) if numbers else found.oom)
+    return replace(found, phase=words.phase or found.phase, step=words.step)
 
 
 def _judge_logs(known: FailedAttempt) -> Verdict | None:
@@ -296,18 +306,6 @@ def blame_build_lock(verdict: Verdict, who: Message, locks: Sequence[Path]) -> V
     command = build_lock.command(locks)
     cause = Message("runs.build-lock-left", who=who, lock=locks[0], command=command)
     return replace(verdict, cause=cause, fixes=(Fix(text=Message("runs.remove-lock"), command=command), *verdict.fixes))
-
-
-def _believe(found: Verdict, words: LastWords, config: KnownConfig) -> Verdict:
-    """The rank's own record goes before what its log seems to say: kind, phase, step and bytes are its values."""
-    if words.kind in _FINER:
-        if found.kind not in _FINER[words.kind]:
-            evidence = (_line(words), *found.evidence)
-            found = replace(known_symptom(_SYMPTOMS[words.kind], config), evidence=evidence, rank=words.rank)
-        said = {name: getattr(words, name) for name in ("asked", "allocated", "free")}
-        numbers = {name: value for name, value in said.items() if value is not None}
-        found = replace(found, oom=replace(found.oom or OomNumbers(), **numbers) if numbers else found.oom)
-    return replace(found, phase=words.phase or found.phase, step=words.step)
 
 
 def _end_sentence(said: Said) -> Message:

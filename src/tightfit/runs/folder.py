@@ -341,7 +341,17 @@ class ClaimedFolder:
             with suppress(OSError):  # a disk that takes nothing any more: a line too many does no harm
                 os.truncate(self.folder.events, before.events_bytes)
         if before.aside is not None:
-            _put_back(before.aside, path)
+            # What has come in its place meanwhile stays there, and what it would replace stays aside.
+            for entry in list(before.aside.iterdir()):
+                target = path / entry.name
+                with suppress(FileExistsError):
+                    if entry.name == CHECKPOINTS and target.is_dir():  # the newer ones alone had made way
+                        for inside in list(entry.iterdir()):
+                            move_file(inside, target / inside.name)
+                        entry.rmdir()
+                    else:
+                        move_file(entry, target)
+            _unmake([before.aside, before.aside.parent])
         self._lock.release()
         _unmake(self._made)
 
@@ -437,20 +447,6 @@ class _Below:
 
     def has_folder(self, name: str) -> bool:
         return self._files.has_folder(f"{self._folder}/{name}")
-
-
-def _put_back(aside: Path, path: Path) -> None:
-    """What has come in its place meanwhile stays there, and what it would replace stays aside."""
-    for entry in list(aside.iterdir()):
-        target = path / entry.name
-        with suppress(FileExistsError):
-            if entry.name == CHECKPOINTS and target.is_dir():  # the newer ones alone had made way
-                for inside in list(entry.iterdir()):
-                    move_file(inside, target / inside.name)
-                entry.rmdir()
-            else:
-                move_file(entry, target)
-    _unmake([aside, aside.parent])
 
 
 def _remove(path: Path, files: RunFiles) -> None:

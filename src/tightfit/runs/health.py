@@ -123,23 +123,19 @@ def judge_health(seen: Seen) -> Health:
         oom = Light(name="no OOM", title=Message("runs.no-oom"), colour=colour, text=why)
     colour, text = _judge_loss(seen)
     loss = Light(name="loss falling", title=Message("runs.loss-falling"), colour=colour, text=text)
-    return Health(lights=(_judge_memory(seen), loss, oom), warnings=tuple(_find_warnings(seen)))
+    known = [(held.share, held) for held in seen.memories if held.share is not None]
+    colour, text = "unknown", Message("runs.use-unknown")
+    if known:
+        share, held = max(known, key=lambda each: (each[0], str(each[1].name)))
+        colour = "green" if share < FULL else "yellow" if share < BRIM else "red"
+        text = Message("runs.share-of", percent=100 * share, where=held.name)
+    percent = f"{100 * FULL:.0f}"
+    title = Message("runs.memory-under", percent=percent)
+    memory = Light(name=f"memory under {percent} %", title=title, colour=colour, text=text)
+    return Health(lights=(memory, loss, oom), warnings=tuple(_find_warnings(seen)))
 
 
 # --- lights -------------------------------------------------------------------------------------
-
-
-def _judge_memory(seen: Seen) -> Light:
-    percent = f"{100 * FULL:.0f}"
-    name, title = f"memory under {percent} %", Message("runs.memory-under", percent=percent)
-    known = [(held.share, held) for held in seen.memories if held.share is not None]
-    if not known:
-        return Light(name=name, title=title, colour="unknown", text=Message("runs.use-unknown"))
-    share, held = max(known, key=lambda each: (each[0], str(each[1].name)))
-    colour: Colour = "green" if share < FULL else "yellow" if share < BRIM else "red"
-    return Light(
-        name=name, title=title, colour=colour, text=Message("runs.share-of", percent=100 * share, where=held.name)
-    )
 
 
 def _judge_loss(seen: Seen) -> tuple[Colour, Message]:
@@ -178,20 +174,52 @@ def _find_warnings(seen: Seen) -> Iterator[Message]:
         if held in seen.own and (need := _estimate_need(seen)) is not None:
             used = need
         if used is not None and total and used >= total * (1 - NEAR):
-            left, whole = size_words(max(0, total - used)), size_words(total)
-            yield Message("runs.nearly-full", name=held.name, left=left, total=whole)
+            left = size_words(max(0, total - used))
+            yield Message("runs.nearly-full", name=held.name, left=left, total=size_words(total))
     peak = max((step.peak_bytes or 0 for step in seen.steps), default=0)
     if seen.planned is not None and peak > seen.planned.peak_bytes * 1.05:
         more = 100 * (peak / max(1, seen.planned.peak_bytes) - 1)
         planned = size_words(seen.planned.peak_bytes)
         yield Message("runs.above-plan", peak=size_words(peak), more=more, planned=planned)
-    yield from _find_growth(seen)
-    yield from _find_low_ram(seen)
+    of_card = [(step.step, step.now_bytes) for step in seen.steps[2:] if step.now_bytes is not None]
+    totals = [held.total_bytes for held in seen.own if held.total_bytes is not None]
+    need = _estimate_need(seen)
+    room = max(0, min(totals) - need) if totals and need is not None else None
+    of_ranks = [(step.step, step.host_bytes) for step in seen.steps[2:] if step.host_bytes is not None]
+    free, ranks = _free(seen.host), 1 if seen.planned is None else seen.planned.ranks_here
+    gpu, host = growth(of_card, room, 32 * MIB), growth(of_ranks, None if free is None else free // ranks, 64 * MIB)
+    last = seen.steps[-1].steps if seen.steps else None
+    for found, leaks, fills in ((gpu, "runs.gpu-leaks", "runs.gpu-fills"), (host, "runs.ram-leaks", "runs.ram-fills")):
+        if found is None:
+            continue
+        size = size_words(int(found.per_step_bytes))
+        if found.full_at is None:
+            yield Message(leaks, size=size)
+        elif last is None or found.full_at <= last:
+            of = "" if last is None else Message("runs.of-steps", steps=last)
+            yield Message(fills, size=size, step=found.full_at, of=of)
+    if free is not None and seen.host.total_bytes:
+        lives = seen.planned is not None and seen.planned.offloads
+        under = Message("runs.offload-lives-there") if lives else ""
+        lasts, whole = _lasts_s(seen.host_free), seen.host.total_bytes
+        if free < HOST_LOW * whole:
+            yield Message("runs.ram-low", left=size_words(free), total=size_words(whole), under=under)
+        elif lasts is not None and lasts < HORIZON_S:
+            yield Message("runs.ram-lasts", left=size_words(free), time=duration(lasts), under=under)
     # The allocator had to free its cache and try again: the next time may be the one that fails.
     counts = [step.alloc_retries for step in seen.steps if step.alloc_retries is not None][-RETRY_STEPS - 1 :]
     if counts and counts[-1] > counts[0]:
         yield Message("runs.allocator-retries", times=counts[-1] - counts[0], steps=len(counts) - 1)
-    yield from _find_falling_scale(seen.steps)
+    scales = [(step.step, step.loss_scale) for step in seen.steps if step.loss_scale is not None]
+    falls: list[tuple[int, float]] = []
+    for (before, above), (after, scale) in pairwise(scales):
+        if scale > above:
+            falls = []
+        elif scale < above:
+            falls = [*falls, (after, scale)] if falls else [(before, above), (after, scale)]
+    if len(falls) > FALLS and scales[-1][0] - falls[-1][0] <= RECENT:
+        (since, top), (_, now) = falls[0], falls[-1]
+        yield Message("runs.scale-falls", times=len(falls) - 1, top=top, now=now, step=since)
 
 
 def _estimate_need(seen: Seen) -> int | None:
@@ -237,43 +265,10 @@ def quarters(values: Sequence[float]) -> list[float]:
     return [median(values[start:stop]) for start, stop in pairwise(cuts)]
 
 
-def _find_growth(seen: Seen) -> Iterator[Message]:
-    held = [(step.step, step.now_bytes) for step in seen.steps[2:] if step.now_bytes is not None]
-    totals = [held.total_bytes for held in seen.own if held.total_bytes is not None]
-    need = _estimate_need(seen)
-    room = max(0, min(totals) - need) if totals and need is not None else None
-    of_ranks = [(step.step, step.host_bytes) for step in seen.steps[2:] if step.host_bytes is not None]
-    free, ranks = _free(seen.host), 1 if seen.planned is None else seen.planned.ranks_here
-    gpu, host = growth(held, room, 32 * MIB), growth(of_ranks, None if free is None else free // ranks, 64 * MIB)
-    last = seen.steps[-1].steps if seen.steps else None
-    for found, leaks, fills in ((gpu, "runs.gpu-leaks", "runs.gpu-fills"), (host, "runs.ram-leaks", "runs.ram-fills")):
-        if found is None:
-            continue
-        size = size_words(int(found.per_step_bytes))
-        if found.full_at is None:
-            yield Message(leaks, size=size)
-        elif last is None or found.full_at <= last:
-            of = "" if last is None else Message("runs.of-steps", steps=last)
-            yield Message(fills, size=size, step=found.full_at, of=of)
-
-
 def _free(held: Held) -> int | None:
     if held.total_bytes is None or held.used_bytes is None:
         return None
     return max(0, held.total_bytes - held.used_bytes)
-
-
-def _find_low_ram(seen: Seen) -> Iterator[Message]:
-    free, total = _free(seen.host), seen.host.total_bytes
-    if free is None or not total:
-        return
-    lives = seen.planned is not None and seen.planned.offloads
-    under = Message("runs.offload-lives-there") if lives else ""
-    lasts = _lasts_s(seen.host_free)
-    if free < HOST_LOW * total:
-        yield Message("runs.ram-low", left=size_words(free), total=size_words(total), under=under)
-    elif lasts is not None and lasts < HORIZON_S:
-        yield Message("runs.ram-lasts", left=size_words(free), time=duration(lasts), under=under)
 
 
 def _lasts_s(free: Sequence[tuple[float, int]]) -> float | None:
@@ -287,16 +282,3 @@ def _lasts_s(free: Sequence[tuple[float, int]]) -> float | None:
         return None
     pace = (medians[0] - medians[-1]) / max(1e-9, (free[-1][0] - free[0][0]) * 3 / 4)
     return free[-1][1] / pace
-
-
-def _find_falling_scale(steps: Sequence[Step]) -> Iterator[Message]:
-    scales = [(step.step, step.loss_scale) for step in steps if step.loss_scale is not None]
-    falls: list[tuple[int, float]] = []
-    for (before, above), (after, scale) in pairwise(scales):
-        if scale > above:
-            falls = []
-        elif scale < above:
-            falls = [*falls, (after, scale)] if falls else [(before, above), (after, scale)]
-    if len(falls) > FALLS and scales[-1][0] - falls[-1][0] <= RECENT:
-        (since, top), (_, now) = falls[0], falls[-1]
-        yield Message("runs.scale-falls", times=len(falls) - 1, top=top, now=now, step=since)

@@ -86,7 +86,22 @@ class Ranks:
         self._pipe = os.pipe()
         try:
             for start in self._starts:
-                process = self._spawn(start, self._pipe[0])
+                start.log.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    with open_own(start.log, "wb") as log:
+                        process = subprocess.Popen(
+                            start.command,
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                            cwd=self._folder,
+                            env={**start.environment, PARENT_FD: str(self._pipe[0])},
+                            pass_fds=(self._pipe[0],),
+                            start_new_session=True,
+                        )
+                except OSError as error:
+                    what = (error.strerror or str(error)).lower()
+                    raise ConfigError(Message("runs.cannot-start", program=start.command[0], why=what)) from None
                 self._processes.append(process)
                 self._running[process.pid] = start
         except BaseException:
@@ -166,24 +181,6 @@ class Ranks:
         os.close(self._pipe[0])
         os.close(self._pipe[1])
         self._pipe = None
-
-    def _spawn(self, start: RankStart, fd: int) -> subprocess.Popen[bytes]:
-        start.log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open_own(start.log, "wb") as log:
-                return subprocess.Popen(
-                    start.command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=self._folder,
-                    env={**start.environment, PARENT_FD: str(fd)},
-                    pass_fds=(fd,),
-                    start_new_session=True,
-                )
-        except OSError as error:
-            what = (error.strerror or str(error)).lower()
-            raise ConfigError(Message("runs.cannot-start", program=start.command[0], why=what)) from None
 
 
 # --- what each rank of a node is told ------------------------------------------------------------

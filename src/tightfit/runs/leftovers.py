@@ -148,10 +148,33 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
             live.append(run)
             continue
         dead.append(one)
-        found += [*_processes(one), *_find_staging(run)]
+        for process in processes_of(run):
+            with suppress(OSError):
+                if (PROC / str(process.pid)).stat().st_uid == os.geteuid():
+                    found.append(
+                        Leftover(
+                            kind="process",
+                            what=Message("runs.process", pid=process.pid),
+                            because=Message("runs.of-ended-run", name=process.name.replace("-", " "), folder=run),
+                            bytes=resident_bytes(process.pid),
+                            pid=process.pid,
+                            mark=mark_of(process.pid),
+                        )
+                    )
+        found += _find_staging(run)
         if (lock := run / LOCK).exists():
             found.append(_thing("lock", lock, Message("runs.its-run-ended"), run=run))
-    found += _search_cache(cache, caches=caches and not live)
+    for path in _glob(cache / "reservations", "*.json"):
+        entry = find_record(path, Reservation)
+        if entry is not None and entry.host == this_host() and not is_alive(entry.pid, entry.mark):
+            found.append(_thing("reservation", path, Message("runs.its-run-ended")))
+    for path in _glob(cache, f"*/{BUILDING}*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdigit() and not is_alive(int(pid), None):
+            found.append(_thing("staging", path, Message("runs.half-built", pid=pid), DATA_BUILDING))
+    if caches and not live:
+        again = Message("runs.can-be-made-again")
+        found += [_thing("cache", path, again, CACHES[path.name]) for path in cached_things(cache)]
     # What is ours throughout, and a sentence about each thing that is not.
     ours: list[Leftover] = []
     for each in found:
@@ -213,24 +236,6 @@ def _find_staging(run: Path) -> list[Leftover]:
         for path, names in places.items()
         if os.path.lexists(path)
     ]
-
-
-def _processes(run: DeadRun) -> list[Leftover]:
-    found = []
-    for process in processes_of(run.folder):
-        with suppress(OSError):
-            if (PROC / str(process.pid)).stat().st_uid == os.geteuid():
-                found.append(
-                    Leftover(
-                        kind="process",
-                        what=Message("runs.process", pid=process.pid),
-                        because=Message("runs.of-ended-run", name=process.name.replace("-", " "), folder=run.folder),
-                        bytes=resident_bytes(process.pid),
-                        pid=process.pid,
-                        mark=mark_of(process.pid),
-                    )
-                )
-    return found
 
 
 # --- shared memory ------------------------------------------------------------------------------
@@ -297,21 +302,6 @@ def _list_open_files(since: float, going: frozenset[int] = frozenset()) -> froze
 
 
 # --- the cache ----------------------------------------------------------------------------------
-
-
-def _search_cache(cache: Path, *, caches: bool) -> list[Leftover]:
-    found = []
-    for path in _glob(cache / "reservations", "*.json"):
-        entry = find_record(path, Reservation)
-        if entry is not None and entry.host == this_host() and not is_alive(entry.pid, entry.mark):
-            found.append(_thing("reservation", path, Message("runs.its-run-ended")))
-    for path in _glob(cache, f"*/{BUILDING}*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdigit() and not is_alive(int(pid), None):
-            found.append(_thing("staging", path, Message("runs.half-built", pid=pid), DATA_BUILDING))
-    again = Message("runs.can-be-made-again")
-    made = cached_things(cache) if caches else []
-    return found + [_thing("cache", path, again, CACHES[path.name]) for path in made]
 
 
 def cached_things(cache: Path) -> list[Path]:

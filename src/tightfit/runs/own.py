@@ -174,8 +174,27 @@ class OwnTrainer:
         self.logs = [start.log for start in starts]
         before, steps = self.tally, _Steps(self.show)
         self.tally = Tally(first_loss=before.first_loss, checkpoint=before.checkpoint, resumed=before.resumed)
-        known = self._run(starts, steps.note)
-        outcome = self._forgive_late_failure(known.outcome)
+        ranks = [start.rank for start in starts]
+        clear_beats(self.folder.path, ranks)  # what a desk that was killed has left
+        watch = Watch(self.folder.path, ranks, self.orders.hang_timeout_s)
+        company = Company(signals=self.signals, watch=watch, tally=self.tally)
+        kernel = KernelRecord()
+        try:
+            outcome = run(starts, self.folder, steps.note, cwd=self.cwd, company=company)
+            said = kernel.said(outcome.pids) if outcome.state == "failed" else KernelSaid()
+            beats = watch.beats()
+        finally:
+            kernel.close()
+            clear_beats(self.folder.path, ranks)
+        config = config_of_plan(self.cwd or self.folder.plan)
+        known = FailedAttempt(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
+        if outcome.state == "failed" and outcome.tally.saved is not None and self.folder.model.is_dir():
+            # A rank that fails when the model stands already takes nothing away from it.
+            late = Message("runs.saved-then-failed")
+            if outcome.failure is not None:
+                late = Message("runs.saved-then", why=outcome.failure.sentence)
+            self.show(Warned(text=late))
+            outcome = replace(outcome, state="done", exit_code=0, failure=None)
         self.course.learn(outcome)
         self.tally.last = self.tally.last or before.last  # how far the run has come, whichever attempt brought it there
         codes = {gone.start.rank: gone.code for gone in outcome.every}
@@ -187,97 +206,60 @@ class OwnTrainer:
             last_step=steps.last,
         )
 
-    def _run(self, starts: Sequence[RankStart], show: Callable[[Event], None]) -> FailedAttempt:
-        ranks = [start.rank for start in starts]
-        clear_beats(self.folder.path, ranks)  # what a desk that was killed has left
-        watch = Watch(self.folder.path, ranks, self.orders.hang_timeout_s)
-        company = Company(signals=self.signals, watch=watch, tally=self.tally)
-        kernel = KernelRecord()
-        try:
-            outcome = run(starts, self.folder, show, cwd=self.cwd, company=company)
-            said = kernel.said(outcome.pids) if outcome.state == "failed" else KernelSaid()
-            beats = watch.beats()
-        finally:
-            kernel.close()
-            clear_beats(self.folder.path, ranks)
-        config = config_of_plan(self.cwd or self.folder.plan)
-        return FailedAttempt(outcome=outcome, starts=starts, kernel=said, beats=beats, config=config)
-
-    def _forgive_late_failure(self, outcome: Outcome) -> Outcome:
-        """A rank that fails when the model stands already takes nothing away from it."""
-        if outcome.state != "failed" or outcome.tally.saved is None or not self.folder.model.is_dir():
-            return outcome
-        said = Message("runs.saved-then-failed")
-        if outcome.failure is not None:
-            said = Message("runs.saved-then", why=outcome.failure.sentence)
-        self.show(Warned(text=said))
-        return replace(outcome, state="done", exit_code=0, failure=None)
-
     # --- what follows ---------------------------------------------------------------------------
 
     def carry_out(
         self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
     ) -> tuple[Decision, tuple[Said, ...]]:
         if decision.action in ("smaller plan", "precision"):
-            return self._change_plan(decision, verdict, records)
+            if decision.shortfall is not None:
+                found = self.course.smaller(decision.shortfall, verdict)
+                if isinstance(found, Refused):
+                    return without_smaller(verdict, records, found.because, puzzling=found.puzzling), ()
+            else:
+                found = self.course.in_bf16()
+                if isinstance(found, Refused):
+                    return stop(found.because), ()
+            kept = self.kept_step
+            if not found.carries and kept is not None:
+                return stop(Message("runs.fits-but-not-from", changes=Listing(found.changed, ";"), step=kept)), ()
+            keep_plan(self.folder, records[-1].number)
+            self.course.take()
+            self.resume = replace(self.resume, anyway=self.resume.anyway or found.another_job)
+            return replace(decision, because=found.because), found.changed
         if decision.action == "wait":
             refused = self.course.wait_for_room(
                 lambda text: self.show(Warned(text=text)), lambda: bool(self.signals.caught)
             )
             return (decision if refused is None else stop(refused.because)), ()
         if decision.action == "make room":
-            return self._make_room(decision), ()
+            run, freed = self.folder.path, 0
+            for goner in goners(inventory(run), keeping_of(run)):
+                remove_goner(goner)
+                freed += goner.bytes
+            newest = written_first(run)
+            try:
+                needed = LEAST_ROOM_BYTES if newest is None else read_manifest(newest).bytes
+            except Torn:
+                needed = LEAST_ROOM_BYTES
+            room = disk.room(run)
+            if room < needed:
+                return stop(Message("runs.needs-room", folder=run, left=room / 1e6, need=needed / 1e6)), ()
+            done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
+            return replace(decision, because=done), ()
         if decision.action == "older checkpoint":
-            return self._go_back(decision), ()
+            for folder in newest_first(self.folder.path)[1:]:
+                try:
+                    checked(folder)
+                except Torn:
+                    continue
+                self.older = folder
+                why = Message("runs.goes-back", why=decision.because, name=folder.name)
+                return replace(decision, because=why), ()
+            return stop(Message("runs.no-older-one", why=decision.because)), ()
         if decision.step is not None:
             self.skips.add(decision.step)
         return decision, ()
-
-    def _change_plan(
-        self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[Said, ...]]:
-        if decision.shortfall is not None:
-            found = self.course.smaller(decision.shortfall, verdict)
-            if isinstance(found, Refused):
-                return without_smaller(verdict, records, found.because, puzzling=found.puzzling), ()
-        else:
-            found = self.course.in_bf16()
-            if isinstance(found, Refused):
-                return stop(found.because), ()
-        kept = self.kept_step
-        if not found.carries and kept is not None:
-            return stop(Message("runs.fits-but-not-from", changes=Listing(found.changed, ";"), step=kept)), ()
-        keep_plan(self.folder, records[-1].number)
-        self.course.take()
-        self.resume = replace(self.resume, anyway=self.resume.anyway or found.another_job)
-        return replace(decision, because=found.because), found.changed
-
-    def _make_room(self, decision: Decision) -> Decision:
-        run = self.folder.path
-        freed = 0
-        for goner in goners(inventory(run), keeping_of(run)):
-            remove_goner(goner)
-            freed += goner.bytes
-        newest = written_first(run)
-        try:
-            needed = LEAST_ROOM_BYTES if newest is None else read_manifest(newest).bytes
-        except Torn:
-            needed = LEAST_ROOM_BYTES
-        room = disk.room(run)
-        if room < needed:
-            return stop(Message("runs.needs-room", folder=run, left=room / 1e6, need=needed / 1e6))
-        done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
-        return replace(decision, because=done)
-
-    def _go_back(self, decision: Decision) -> Decision:
-        for folder in newest_first(self.folder.path)[1:]:
-            try:
-                checked(folder)
-            except Torn:
-                continue
-            self.older = folder
-            return replace(decision, because=Message("runs.goes-back", why=decision.because, name=folder.name))
-        return stop(Message("runs.no-older-one", why=decision.because))
 
     # --- telling --------------------------------------------------------------------------------
 

@@ -154,24 +154,24 @@ PARENT_FD = "TIGHTFIT_PARENT_FD"
 def end_with_parent(fd: int) -> threading.Thread:
     """Watch the pipe from a thread of this process; call it once, before anything slow."""
     os.set_inheritable(fd, False)
-    watcher = threading.Thread(target=_end_all_with_parent, args=(fd,), name="tightfit-parent", daemon=True)
+
+    def watch() -> None:
+        try:
+            while os.read(fd, 1):
+                pass
+        except OSError:  # closed by the process itself: it no longer wants to be watched
+            return
+        if os.getsid(0) == os.getpid():
+            for pid in members_of(frozenset({os.getpid()})):
+                if pid != os.getpid():
+                    tell_one(pid, signal.SIGKILL)
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    watcher = threading.Thread(target=watch, name="tightfit-parent", daemon=True)
     watcher.start()
     return watcher
-
-
-def _end_all_with_parent(fd: int) -> None:
-    try:
-        while os.read(fd, 1):
-            pass
-    except OSError:  # closed by the process itself: it no longer wants to be watched
-        return
-    if os.getsid(0) == os.getpid():
-        for pid in members_of(frozenset({os.getpid()})):
-            if pid != os.getpid():
-                tell_one(pid, signal.SIGKILL)
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- the processes of somebody else's program ----------------------------------------------------

@@ -72,7 +72,23 @@ def decide(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, p
             else Message("runs.attempts-in-vain", most=policy.max_attempts)
         )
     if verdict.kind in NUMBERS:
-        return _numbers(verdict, records, policy, precision)
+        # What ruined the numbers would do so again: the same plan alone cannot help.
+        step, last = verdict.step, records[-1]
+        if precision == "fp16" and "precision" in policy.allow:
+            return Decision(action="precision", because=Message("runs.bf16-allowed"))
+        if step is None or "skip-data" not in policy.allow:
+            is_fp16 = precision == "fp16"
+            return stop(Message("runs.needs-leave-fp16") if is_fp16 else Message("runs.needs-leave"))
+        before = records[-2] if len(records) > 1 else None
+        # steps that were left out after the checkpoint that the last attempt went on from
+        kept = records[-1].kept_step
+        earlier = [record for record in records[:-1] if record.kept_step == kept and record.next is not None]
+        at_once = step == (last.kept_step or 0) + 1 + sum(
+            record.next is not None and record.next.action == "skip data" for record in earlier
+        )
+        if at_once and before is not None and before.next is not None and before.next.action == "skip data":
+            return Decision(action="older checkpoint", because=Message("runs.first-step-fails"))
+        return Decision(action="skip data", because=Message("runs.step-left-out", step=step), step=step)
     if verdict.kind in _REASONS and not (is_suspicion(verdict) and not _again(verdict, records)):
         return Decision(action="smaller plan", because=Message("runs.needs-less"), shortfall=_missing(verdict))
     if verdict.kind == "other-process":
@@ -106,26 +122,6 @@ def _again(verdict: Verdict, records: Sequence[AttemptRecord]) -> bool:
         and (before.reached, before.kept_step) == (last.reached, last.kept_step)
         and before.plan == last.plan
     )
-
-
-def _numbers(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, precision: str) -> Decision:
-    """What ruined the numbers would do so again: the same plan alone cannot help."""
-    step, last = verdict.step, records[-1]
-    if precision == "fp16" and "precision" in policy.allow:
-        return Decision(action="precision", because=Message("runs.bf16-allowed"))
-    if step is None or "skip-data" not in policy.allow:
-        is_fp16 = precision == "fp16"
-        return stop(Message("runs.needs-leave-fp16") if is_fp16 else Message("runs.needs-leave"))
-    before = records[-2] if len(records) > 1 else None
-    # steps that were left out after the checkpoint that the last attempt went on from
-    kept = records[-1].kept_step
-    earlier = [record for record in records[:-1] if record.kept_step == kept and record.next is not None]
-    at_once = step == (last.kept_step or 0) + 1 + sum(
-        record.next is not None and record.next.action == "skip data" for record in earlier
-    )
-    if at_once and before is not None and before.next is not None and before.next.action == "skip data":
-        return Decision(action="older checkpoint", because=Message("runs.first-step-fails"))
-    return Decision(action="skip data", because=Message("runs.step-left-out", step=step), step=step)
 
 
 def without_smaller(
@@ -286,7 +282,15 @@ class Supervisor:
             if last.state not in ("failed", "user error"):
                 return self._make_result(last, verdict)
             assert verdict is not None, "a trainer judges each attempt that fails"
-            decision, changed = self._decide(verdict)
+            changed: tuple[Said, ...] = ()
+            if self.signals.caught:
+                decision = stop(Message("runs.was-asked-to-stop"))
+            else:
+                decision = decide(verdict, self.records, self.policy, self.trainer.precision)
+                try:
+                    decision, changed = self.trainer.carry_out(decision, verdict, self.records)
+                except UserError as error:
+                    decision = stop(error.said)
             following = Next(action=decision.action, because=decision.because, changed=changed, wait_s=decision.wait_s)
             record = replace(self.records[-1], next=following)
             self._write(record)
@@ -310,15 +314,6 @@ class Supervisor:
                 asked = replace(last, state="interrupted", exit_code=self.signals.exit_code, failure=None)
                 return self._make_result(asked, verdict, Message("runs.was-asked-to-stop"))
             self.trainer.before_next(number + 1, changed)
-
-    def _decide(self, verdict: Verdict) -> tuple[Decision, tuple[Said, ...]]:
-        if self.signals.caught:
-            return stop(Message("runs.was-asked-to-stop")), ()
-        decision = decide(verdict, self.records, self.policy, self.trainer.precision)
-        try:
-            return self.trainer.carry_out(decision, verdict, self.records)
-        except UserError as error:
-            return stop(error.said), ()
 
     def _make_result(self, outcome: Outcome, verdict: Verdict | None = None, because: Said = "") -> RunResult:
         return RunResult(outcome=outcome, records=tuple(self.records), verdict=verdict, because=because)

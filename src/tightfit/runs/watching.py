@@ -240,7 +240,28 @@ class RunEye:
         lives = None if record is None else record.lives
         self.fresh = self._follower.poll() if lives is not False else self._follower.rest()
         for event in self.fresh:
-            self._add(event)
+            self._tally.add(event)
+            if isinstance(event, Step):
+                self._doing, self._oom_is_last = None, False
+                self._steps.append(event)
+                if event.loss is not None and not event.skipped and event.loss - event.loss == 0:  # a finite number
+                    self._losses.append(event.loss)
+                continue
+            if isinstance(event, Progress):
+                self._doing = event
+                continue
+            if isinstance(event, Started | AttemptBegan | Resumed):
+                # Other processes, which hold what they hold from the beginning.
+                self._steps.clear()
+                self._ranks.forget()
+                self._doing = self._failed = self._tally.ended = None
+            if isinstance(event, Failed | AttemptFailed):
+                self._failed = event if isinstance(event, Failed) else None
+                if event.kind in OOM_KINDS:
+                    self._oom, self._oom_is_last = event.text, True
+            line = line_of(event)
+            if line[0]:
+                self._lines.append(line)
         tried = _mark(self.folder / ATTEMPTS)
         if self._tried != tried:
             self._tried = tried
@@ -281,30 +302,6 @@ class RunEye:
             well=well,
             quiet_s=quiet_s,
         )
-
-    def _add(self, event: Event) -> None:
-        self._tally.add(event)
-        if isinstance(event, Step):
-            self._doing, self._oom_is_last = None, False
-            self._steps.append(event)
-            if event.loss is not None and not event.skipped and event.loss - event.loss == 0:  # a finite number
-                self._losses.append(event.loss)
-            return
-        if isinstance(event, Progress):
-            self._doing = event
-            return
-        if isinstance(event, Started | AttemptBegan | Resumed):
-            # Other processes, which hold what they hold from the beginning.
-            self._steps.clear()
-            self._ranks.forget()
-            self._doing = self._failed = self._tally.ended = None
-        if isinstance(event, Failed | AttemptFailed):
-            self._failed = event if isinstance(event, Failed) else None
-            if event.kind in OOM_KINDS:
-                self._oom, self._oom_is_last = event.text, True
-        line = line_of(event)
-        if line[0]:
-            self._lines.append(line)
 
     def _ending(self, record: RunRecord | None, lives: bool | None) -> tuple[Message | None, bool]:
         """How it ended, and whether that is well."""
@@ -397,7 +394,16 @@ class Watcher:
             self._others, self._asked = self._reservations.live(), now
         if host.free_bytes is not None:
             self._host_free.append((now, host.free_bytes))
-        own = self._own(run, seen.cards.cards)
+        own = frozenset[int]()  # the cards that the run is on: as it has reserved them, else as its processes sit there
+        if run is not None and run.worker is not None and run.worker.vendor != "cpu" and run.ended is None:
+            keys = {key for entry in self._others if entry.folder == str(run.folder) for key in entry.gpus}
+            pids = {rank.pid for rank in run.ranks}
+            own = frozenset(
+                card.index
+                for card in seen.cards.cards
+                if keys & {card.uuid, f"{card.vendor}-{card.index}"}
+                or any(process.pid in pids for process in card.processes or ())
+            )
         cards = []
         for card in seen.cards.cards:
             if card.used_bytes is not None:
@@ -414,19 +420,6 @@ class Watcher:
             others=self._others,
             health=self._health(cards, own, host, run),
             problems=seen.cards.problems,
-        )
-
-    def _own(self, run: RunSeen | None, cards: tuple[Card, ...]) -> frozenset[int]:
-        """The cards that the run is on: as it has reserved them, else as its processes sit there."""
-        if run is None or run.worker is None or run.worker.vendor == "cpu" or run.ended is not None:
-            return frozenset()
-        keys = {key for entry in self._others if entry.folder == str(run.folder) for key in entry.gpus}
-        pids = {rank.pid for rank in run.ranks}
-        return frozenset(
-            card.index
-            for card in cards
-            if keys & {card.uuid, f"{card.vendor}-{card.index}"}
-            or any(process.pid in pids for process in card.processes or ())
         )
 
     def _health(self, cards: Sequence[CardSeen], own: frozenset[int], host: Host, run: RunSeen | None) -> Health:

@@ -113,14 +113,53 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitti
     for note in priced.shape.notes:
         say(console, note, style="italic")
     console.print()
-    fills = component_fills([*priced.footprint.gpu.phases.values()])
-    _draw_bars(console, priced, fills)
+    gpu, host = priced.footprint.gpu, priced.footprint.host
+    fills = component_fills([*gpu.phases.values()])
+    # A bar for each phase, and what is needed in all.
+    card = priced.hardware.gpu.memory_bytes if priced.hardware else None
+    scale = max(gpu.required_bytes, card or 0, *(phase.total_bytes for phase in gpu.phases.values()))
+    bar_unit, bar_word = _unit(scale)
+    label, number = 9, 10
+    room = max(8, min(console.width, WIDEST) - label - number - 2)
+    for phase_name, phase in gpu.phases.items():
+        cells = bar([(fills[part], size) for part, size in phase.components.items()], scale, room, card)
+        mark = " ←" if phase_name == gpu.peak_phase else ""
+        console.print(
+            Text(pad(phase_words(phase_name), label)),
+            cells,
+            Text(f"{phase.total_bytes / bar_unit:>{number - 2}.2f}{mark}"),
+            sep="",
+        )
+    worst = _worst(gpu)
+    parts = [(fills[part], size) for part, size in worst.components.items()]
+    parts.append((OVERHEAD, max(0, gpu.required_bytes - worst.total_bytes)))
+    line = bar(parts, scale, room, card)
+    console.print(
+        Text(pad(text("screen.needs"), label)), line, Text(f"{gpu.required_bytes / bar_unit:>{number - 2}.2f}"), sep=""
+    )
+    about = Message("screen.bars-note", unit=bar_word)
+    if priced.hardware is not None and card is not None:
+        about = Message("screen.bars-note-card", note=about, size=card / bar_unit, name=priced.hardware.gpu.name)
+    say(console, about, indent=" " * label, style="dim")
     console.print()
-    _draw_components(console, priced, fills)
+    # The components at the peak.
+    unit, word = _unit(gpu.required_bytes)
+    console.print(Text(text("screen.held-at-peak", phase=phase_words(gpu.peak_phase), unit=word)))
+    for part, size in gpu.phases[gpu.peak_phase].components.items():
+        if size:
+            figures = f" {pad(str(name_component(part)), 26)}{size / unit:>9.2f}"
+            console.print(Text.assemble("  ", fills[part], f"{figures}  {100 * size / max(1, gpu.peak_bytes):4.0f} %"))
+    console.print(Text(f"    {pad(text('screen.peak'), 26)}{gpu.peak_bytes / unit:>9.2f}", style="bold"))
+    if worst.name != gpu.peak_phase:
+        other = text("screen.but-in", phase=phase_words(worst.name))
+        console.print(Text(f"    {pad(other, 26)}{worst.total_bytes / unit:>9.2f}", style="bold"))
+    for part, size in gpu.overhead.items():
+        if size:
+            console.print(Text.assemble("  ", OVERHEAD, f" {pad(str(name_component(part)), 26)}{size / unit:>9.2f}"))
+    console.print(Text(f"    {pad(text('screen.needs'), 26)}{gpu.required_bytes / unit:>9.2f}", style="bold"))
     console.print()
     style = {True: "bold green", False: "bold red", None: "bold"}[priced.fits]
     say(console, verdict(priced), style=style)
-    gpu, host = priced.footprint.gpu, priced.footprint.host
     start, _ = amounts(gpu.init_peak_bytes, gpu.peak_bytes)
     most = gpu.init_peak_bytes > gpu.peak_bytes
     say(console, Message("screen.start-up-most" if most else "screen.start-up", size=start))
@@ -142,35 +181,6 @@ def component_fills(phases: Sequence[Phase]) -> dict[str, tuple[str, str]]:
     return {name: FILLS.get(spell_component(name)) or (next(spare), "white") for name in names}
 
 
-def _draw_bars(console: Console, priced: Priced, fills: Mapping[str, tuple[str, str]]) -> None:
-    gpu = priced.footprint.gpu
-    card = priced.hardware.gpu.memory_bytes if priced.hardware else None
-    scale = max(gpu.required_bytes, card or 0, *(phase.total_bytes for phase in gpu.phases.values()))
-    unit, word = _unit(scale)
-    label, number = 9, 10
-    room = max(8, min(console.width, WIDEST) - label - number - 2)
-    for name, phase in gpu.phases.items():
-        cells = bar([(fills[part], size) for part, size in phase.components.items()], scale, room, card)
-        mark = " ←" if name == gpu.peak_phase else ""
-        console.print(
-            Text(pad(phase_words(name), label)),
-            cells,
-            Text(f"{phase.total_bytes / unit:>{number - 2}.2f}{mark}"),
-            sep="",
-        )
-    worst = _worst(gpu)
-    parts = [(fills[part], size) for part, size in worst.components.items()]
-    parts.append((OVERHEAD, max(0, gpu.required_bytes - worst.total_bytes)))
-    line = bar(parts, scale, room, card)
-    console.print(
-        Text(pad(text("screen.needs"), label)), line, Text(f"{gpu.required_bytes / unit:>{number - 2}.2f}"), sep=""
-    )
-    note = Message("screen.bars-note", unit=word)
-    if priced.hardware is not None and card is not None:
-        note = Message("screen.bars-note-card", note=note, size=card / unit, name=priced.hardware.gpu.name)
-    say(console, note, indent=" " * label, style="dim")
-
-
 def bar(parts: Sequence[tuple[tuple[str, str], int]], scale: int, room: int, limit: int | None) -> Text:
     """One stacked bar of `room` cells. Ends are rounded, not lengths, so that nothing adds up wrongly."""
     cells = Text()
@@ -186,29 +196,6 @@ def bar(parts: Sequence[tuple[tuple[str, str], int]], scale: int, room: int, lim
         return cells
     at = round(limit * width / scale) if scale else width
     return Text.assemble(cells[:at], ("│", "bold"), cells[at:])
-
-
-def _draw_components(console: Console, priced: Priced, fills: Mapping[str, tuple[str, str]]) -> None:
-    gpu = priced.footprint.gpu
-    unit, word = _unit(gpu.required_bytes)
-    console.print(Text(text("screen.held-at-peak", phase=phase_words(gpu.peak_phase), unit=word)))
-    rows = [
-        (fills[name], str(name_component(name)), size)
-        for name, size in gpu.phases[gpu.peak_phase].components.items()
-        if size
-    ]
-    for (fill, style), name, size in rows:
-        share = f"{100 * size / max(1, gpu.peak_bytes):4.0f} %"
-        console.print(Text.assemble("  ", (fill, style), f" {pad(name, 26)}{size / unit:>9.2f}  {share}"))
-    console.print(Text(f"    {pad(text('screen.peak'), 26)}{gpu.peak_bytes / unit:>9.2f}", style="bold"))
-    worst = _worst(gpu)
-    if worst.name != gpu.peak_phase:
-        name = text("screen.but-in", phase=phase_words(worst.name))
-        console.print(Text(f"    {pad(name, 26)}{worst.total_bytes / unit:>9.2f}", style="bold"))
-    for name, size in gpu.overhead.items():
-        if size:
-            console.print(Text.assemble("  ", OVERHEAD, f" {pad(str(name_component(name)), 26)}{size / unit:>9.2f}"))
-    console.print(Text(f"    {pad(text('screen.needs'), 26)}{gpu.required_bytes / unit:>9.2f}", style="bold"))
 
 
 def _worst(gpu: GpuFootprint) -> Phase:

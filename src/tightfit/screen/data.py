@@ -31,7 +31,29 @@ def draw_preview(
     if examples:
         say(console, text("screen.counts-in-loss", open=OPEN, close=CLOSE), style="dim")
     for example in examples:
-        _draw_example(console, example)
+        console.print()
+        cut = example["whole_tokens"] - example["tokens"]
+        words = text(
+            "screen.example",
+            name=example["name"],
+            tokens=example["tokens"],
+            learned=example["loss_tokens"],
+            cut=Message("screen.cut-off", n=cut) if cut > 0 else "",
+        )
+        console.print(Text(words, style="bold"), soft_wrap=True)
+        pieces = Text()
+        for piece in example["pieces"]:
+            if piece["loss"]:
+                pieces.append(f"{OPEN}{piece['text']}{CLOSE}", "green")
+            else:
+                pieces.append(piece["text"])
+        console.print(pieces, soft_wrap=True)
+        if example["sections"]:
+            parts = [
+                f"{each['field']} {each['tokens']}{text('screen.lost', n=each['lost']) if each['lost'] else ''}"
+                for each in example["sections"]
+            ]
+            say(console, text("screen.by-section", parts=Listing(parts)), style="dim")
     console.print()
     console.width = max(console.width, TABLE)
     named = any(summary["ablation"] for summary in summaries)
@@ -43,54 +65,24 @@ def draw_preview(
     console.print(table)
     if any(summary["sections"] for summary in summaries):
         console.print()
-        _draw_sections(console, summaries)
-
-
-def _draw_example(console: Console, example: Mapping[str, Any]) -> None:
-    console.print()
-    cut = example["whole_tokens"] - example["tokens"]
-    words = text(
-        "screen.example",
-        name=example["name"],
-        tokens=example["tokens"],
-        learned=example["loss_tokens"],
-        cut=Message("screen.cut-off", n=cut) if cut > 0 else "",
-    )
-    console.print(Text(words, style="bold"), soft_wrap=True)
-    pieces = Text()
-    for piece in example["pieces"]:
-        if piece["loss"]:
-            pieces.append(f"{OPEN}{piece['text']}{CLOSE}", "green")
-        else:
-            pieces.append(piece["text"])
-    console.print(pieces, soft_wrap=True)
-    if example["sections"]:
-        parts = [
-            f"{each['field']} {each['tokens']}{text('screen.lost', n=each['lost']) if each['lost'] else ''}"
-            for each in example["sections"]
-        ]
-        say(console, text("screen.by-section", parts=Listing(parts)), style="dim")
-
-
-def _draw_sections(console: Console, summaries: Sequence[Mapping[str, Any]]) -> None:
-    table = table_of(
-        text("screen.ablation"),
-        text("screen.section"),
-        text("screen.tokens-each"),
-        text("screen.lost-head"),
-        text("screen.cut-in"),
-        text("screen.gone-in"),
-    )
-    for summary in summaries:
-        for at, each in enumerate(summary["sections"]):
-            whole = max(1, each["tokens"] + each["lost"])
-            table.add_row(
-                "" if at else summary["ablation"] or "",
-                each["field"],
-                f"{each['tokens'] / max(1, each['examples']):.0f}",
-                f"{100 * each['lost'] / whole:.1f} %",
-                f"{each['cut']}",
-                f"{each['dropped']}",
-            )
-    console.print(table)
-    say(console, text("screen.sections-note"), style="dim")
+        table = table_of(
+            text("screen.ablation"),
+            text("screen.section"),
+            text("screen.tokens-each"),
+            text("screen.lost-head"),
+            text("screen.cut-in"),
+            text("screen.gone-in"),
+        )
+        for summary in summaries:
+            for at, each in enumerate(summary["sections"]):
+                whole = max(1, each["tokens"] + each["lost"])
+                table.add_row(
+                    "" if at else summary["ablation"] or "",
+                    each["field"],
+                    f"{each['tokens'] / max(1, each['examples']):.0f}",
+                    f"{100 * each['lost'] / whole:.1f} %",
+                    f"{each['cut']}",
+                    f"{each['dropped']}",
+                )
+        console.print(table)
+        say(console, text("screen.sections-note"), style="dim")

@@ -43,24 +43,20 @@ def draw_checkup(console: Console, rows: Sequence[Check], seconds: float) -> Non
             console.print()
         console.print(Text(str(_GROUPS[group]), style="bold"))
         for row in members:
-            _draw_row(console, row)
+            width = max(console.width, NARROWEST) - len(_INDENT)
+            lines = wrap(end_sentence(_capital(str(row.what))), width, break_on_hyphens=False).split("\n")
+            console.print(Text.assemble((pad(_LIGHTS[row.light], len(_INDENT)), row.light), lines[0]), soft_wrap=True)
+            for line in lines[1:]:
+                console.print(Text(f"{_INDENT}{line}"), soft_wrap=True)
+            if row.fix is not None:
+                say(console, f"→ {end_sentence(_capital(str(row.fix)))}", first=_INDENT, indent=f"{_INDENT}  ")
+            for command in row.commands:
+                console.print(Text(f"{_INDENT}  {command}", style="cyan"), soft_wrap=True)
     console.print()
     verdict = worst(rows)
     lacking = verdict == "yellow" and any(row.id == "packages" and row.light == "yellow" for row in rows)
     words = Message("screen.not-installed") if lacking else _WORDS[verdict]
     say(console, text("screen.looked-at", verdict=words, seconds=seconds), style=f"bold {verdict}")
-
-
-def _draw_row(console: Console, row: Check) -> None:
-    width = max(console.width, NARROWEST) - len(_INDENT)
-    lines = wrap(end_sentence(_capital(str(row.what))), width, break_on_hyphens=False).split("\n")
-    console.print(Text.assemble((pad(_LIGHTS[row.light], len(_INDENT)), row.light), lines[0]), soft_wrap=True)
-    for line in lines[1:]:
-        console.print(Text(f"{_INDENT}{line}"), soft_wrap=True)
-    if row.fix is not None:
-        say(console, f"→ {end_sentence(_capital(str(row.fix)))}", first=_INDENT, indent=f"{_INDENT}  ")
-    for command in row.commands:
-        console.print(Text(f"{_INDENT}  {command}", style="cyan"), soft_wrap=True)
 
 
 def _capital(sentence: str) -> str:

@@ -160,18 +160,6 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
         if attempts > 1:
             say(console, text("screen.took-attempts", n=attempts, folder=folder))
         console.print()
-    _draw_table(console, worker, tally)
-    model = f"{folder}/model"
-    if worker.method == "full":
-        came_out = [text("screen.model-is-in", model=model, quoted=repr(model))]
-    else:
-        came_out = [text("screen.adapters-are-in", model=model), text("screen.as-one-model", folder=folder)]
-    if tally.pictures:
-        came_out.append(text("screen.pictures", names=", ".join(tally.pictures)))
-    draw_list(console, text("screen.what-came-out"), came_out)
-
-
-def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
     rows: list[tuple[str, float | None, float | None, str]] = []
     for mark in tally.marks:
         name = MILESTONES.get(mark.milestone, mark.milestone)
@@ -196,6 +184,14 @@ def _draw_table(console: Console, worker: WorkerFile, tally: Tally) -> None:
     console.print(table)
     if worker.vendor == "cpu":
         say(console, text("screen.no-cpu-rates"), style="dim")
+    model = f"{folder}/model"
+    if worker.method == "full":
+        came_out = [text("screen.model-is-in", model=model, quoted=repr(model))]
+    else:
+        came_out = [text("screen.adapters-are-in", model=model), text("screen.as-one-model", folder=folder)]
+    if tally.pictures:
+        came_out.append(text("screen.pictures", names=", ".join(tally.pictures)))
+    draw_list(console, text("screen.what-came-out"), came_out)
 
 
 def draw_failure(console: Console, failure: Failure, verdict: Verdict | None = None) -> None:
@@ -221,19 +217,18 @@ def draw_attempts(
     last, same = records[-1].next, bare(verdict.cause).lower() == bare(failure.sentence).lower()
     draw_list(console, text("screen.why"), [] if same else [verdict.cause])
     if len(records) > 1:
-        draw_list(console, text("screen.what-was-tried"), [_describe_attempt(record) for record in records])
+        tried = []
+        for record in records:
+            step, following = record.last_step, record.next
+            at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
+            cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
+            action = "" if following is None or following.action == "stop" else f" → {following.action}"
+            changed: Message | str = ""
+            if following is not None and following.changed:
+                changed = Message("screen.in-brackets", said=Listing(following.changed))
+            said = {"number": record.number, "plan": record.plan, "at": at, "cause": cause}
+            tried.append(text("screen.attempt-failed", **said, following=action, changed=changed))
+        draw_list(console, text("screen.what-was-tried"), tried)
     stopped = [] if last is None else [text("screen.nothing-more-tried", because=bare(last.because))]
     helps = [fix.text if fix.command is None else f"{fix.text} {fix.command}" for fix in verdict.fixes[:MOST_FIXES]]
     draw_list(console, text("screen.what-would-help"), [*stopped, *helps])
-
-
-def _describe_attempt(record: AttemptRecord) -> str:
-    step = record.last_step
-    at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
-    cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
-    following = "" if record.next is None or record.next.action == "stop" else f" → {record.next.action}"
-    changed: Message | str = ""
-    if record.next is not None and record.next.changed:
-        changed = Message("screen.in-brackets", said=Listing(record.next.changed))
-    said = {"number": record.number, "plan": record.plan, "at": at, "cause": cause}
-    return text("screen.attempt-failed", **said, following=following, changed=changed)

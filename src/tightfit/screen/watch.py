@@ -23,7 +23,6 @@ from tightfit.priced import GIB
 from tightfit.runs.health import BRIM, FULL, Light
 from tightfit.runs.lines import MIB, duration, loss_words
 from tightfit.runs.machine_eye import Host
-from tightfit.runs.records import AttemptRecord
 from tightfit.runs.watching import Look, RunSeen, planned_rank_bytes
 from tightfit.screen.train import process_words
 
@@ -67,14 +66,33 @@ def picture(look: Look, width: int, height: int | None = None, *, plain_letters:
     run = look.run
     lines: list[Text] = []
     if run is not None:
-        lines += [_head(run, look.at), *_progress(run, width, plain_letters=plain_letters), Text()]
+        inside = run.folder.is_relative_to(Path.cwd())
+        words = [str(run.folder.relative_to(Path.cwd()) if inside else run.folder)]
+        if run.worker is not None:
+            worker = run.worker
+            what = f"{worker.model}, {worker.method}, {worker.engine}"
+            words.append(text("screen.on-ranks", what=what, n=worker.ranks))
+        if len(run.attempts) > 1:
+            words.append(text("screen.attempt", number=run.attempts[-1].number))
+        if run.ended is not None:
+            words.append(str(run.ended))
+        elif run.record is not None and run.record.started is not None:
+            words.append(text("screen.for-time", time=duration(look.at - run.record.started.timestamp())))
+        lines.append(Text(str(Listing(words, ";")), style="bold" if run.well else "bold red"))
+        lines += [*_progress(run, width, plain_letters=plain_letters), Text()]
     lines += [*_table(look, width), Text()]
     lines += [Text(light_words(light), style=STYLES[light.colour]) for light in look.health.lights]
     lines += [Text(f"! {warning}", style="bold yellow") for warning in look.health.warnings]
     more: list[Text] = []  # where there is room
     if run is not None:
-        failed = [each for each in run.attempts if each.state == "failed"][-3:]
-        more += _with_title(text("screen.failed-attempts"), [Text(f"  {_attempt(each)}") for each in failed])
+        failed = []
+        for record in [each for each in run.attempts if each.state == "failed"][-3:]:
+            step = record.last_step
+            at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
+            cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
+            following = "" if record.next is None else f" → {record.next.action}"
+            failed.append(Text(f"  {Listing((str(record.number), record.plan, at))}{cause}{following}"))
+        more += _with_title(text("screen.failed-attempts"), failed)
         events = [Text(f"  {line}", style=style) for line, style in run.lines[-LATEST:]]
         more += _with_title(text("screen.events"), events)
     processes = []
@@ -127,22 +145,6 @@ def light_words(light: Light) -> str:
 
 
 # --- the run ------------------------------------------------------------------------------------
-
-
-def _head(run: RunSeen, at: float) -> Text:
-    inside = run.folder.is_relative_to(Path.cwd())
-    words = [str(run.folder.relative_to(Path.cwd()) if inside else run.folder)]
-    if run.worker is not None:
-        worker = run.worker
-        what = f"{worker.model}, {worker.method}, {worker.engine}"
-        words.append(text("screen.on-ranks", what=what, n=worker.ranks))
-    if len(run.attempts) > 1:
-        words.append(text("screen.attempt", number=run.attempts[-1].number))
-    if run.ended is not None:
-        words.append(str(run.ended))
-    elif run.record is not None and run.record.started is not None:
-        words.append(text("screen.for-time", time=duration(at - run.record.started.timestamp())))
-    return Text(str(Listing(words, ";")), style="bold" if run.well else "bold red")
 
 
 def _progress(run: RunSeen, width: int, *, plain_letters: bool) -> list[Text]:
@@ -301,14 +303,6 @@ def _who(processes: Sequence[CardProcess] | None) -> str:
 
 def _with_title(title: str, lines: list[Text]) -> list[Text]:
     return [Text(), Text(title, style="dim"), *lines] if lines else []
-
-
-def _attempt(record: AttemptRecord) -> str:
-    step = record.last_step
-    at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
-    cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
-    following = "" if record.next is None else f" → {record.next.action}"
-    return f"{Listing((str(record.number), record.plan, at))}{cause}{following}"
 
 
 def stamp(at: float | None = None) -> str:

@@ -91,9 +91,51 @@ class TrainingMachine:
         if job.hardware.gpu_ids is not None:
             self.check_ids(named=named)
         if self.nodes.hostfile is None and hardware.nodes == 1:
-            hardware = _check_claims(job, hardware)
+            # What was claimed for this machine, held against it: a run that counts on more would end in the middle.
+            from tightfit.hardware.machine import ram_here
+
+            there, claimed = ram_here()[0], hardware.host_ram_bytes
+            if job.hardware.host_ram is not None and there is not None and claimed is not None and claimed > there:
+                if claimed > ROUNDED * there:
+                    more = Message("cli.host-ram-more-than", host_ram=job.hardware.host_ram, there=there / GIB)
+                    raise HardwareError(more)
+                gpu = hardware.gpu
+                if gpu.vendor == "cpu":
+                    gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, there // 2))
+                said = text("cli.host-ram-gib", there=there / GIB, host_ram=job.hardware.host_ram)
+                hardware = change_hardware(hardware, said, gpu=gpu, host_ram_bytes=there)
+            if hardware.nvme_bytes is not None and job.hardware.nvme_path is not None:
+                folder = Path(job.hardware.nvme_path).expanduser().absolute()
+                room = disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+                if hardware.nvme_bytes > room:
+                    about_disk = {"nvme": job.hardware.nvme, "free": room / GIB, "folder": folder}
+                    raise HardwareError(Message("cli.nvme-more-than", **about_disk))
         if not named:
-            hardware = self._leave_to_others(job, hardware)
+            # Without the GPUs and the RAM of live runs. RAM that the user names is the user's to share out.
+            devices, taken = self.occupancy.devices, self.taken
+            free = [device for device in devices if device.key not in taken]
+            if job.hardware.gpu_ids is None and len(free) < min(len(devices), hardware.gpus_per_node):
+                busy = next(device for device in devices if device.key in taken)
+                about = {"free": len(free), "number": busy.number, "who": taken[busy.key].words}
+                if not free:
+                    raise Busy(Message("cli.every-gpu-use-2", who=about["who"]), Message("cli.wait-for-it-with"))
+                if self.num_gpus is not None:
+                    raise Busy(
+                        Message("cli.num-gpus-gpus-free", num_gpus=self.num_gpus, **about),
+                        Message("cli.say-fewer-or-wait", free=len(free)),
+                    )
+                said = text("cli.gpus-used-gpu", devices=len(devices), **about)
+                hardware = change_hardware(hardware, said, gpus_per_node=len(free))
+            ram, reserved = hardware.host_ram_bytes, self.reserved_bytes
+            if reserved and ram is not None and job.hardware.host_ram is None:
+                left, who, gpu = ram - reserved, self.live[0].words, hardware.gpu
+                if left <= 0:
+                    problem = Message("cli.live-runs-reserved", ram=ram / GIB, who=who)
+                    raise Busy(problem, Message("cli.wait-for-it-with"))
+                if gpu.vendor == "cpu":
+                    gpu = replace(gpu, memory_bytes=left // 2)
+                said = text("cli.host-ram-reserved", left=amounts(left)[0], ram=ram / GIB, who=who)
+                hardware = change_hardware(hardware, said, gpu=gpu, host_ram_bytes=left)
         if self.max_gpus is not None and self.max_gpus < hardware.gpus_per_node:
             said = text("cli.gpus-used-each", max_gpus=self.max_gpus, gpus_per_node=hardware.gpus_per_node)
             hardware = change_hardware(hardware, said, gpus_per_node=self.max_gpus)
@@ -110,33 +152,6 @@ class TrainingMachine:
             raise ConfigError(Message("cli.gpu-ids-both-choose", variable=self.occupancy.variable))
         if not self.occupancy.devices and not named:
             raise HardwareError(Message("cli.gpu-ids-names-gpus"))
-
-    def _leave_to_others(self, job: Job, hardware: Hardware) -> Hardware:
-        """Without the GPUs and the RAM of live runs. RAM that the user names is the user's to share out."""
-        devices, taken = self.occupancy.devices, self.taken
-        free = [device for device in devices if device.key not in taken]
-        if job.hardware.gpu_ids is None and len(free) < min(len(devices), hardware.gpus_per_node):
-            busy = next(device for device in devices if device.key in taken)
-            about = {"free": len(free), "number": busy.number, "who": taken[busy.key].words}
-            if not free:
-                raise Busy(Message("cli.every-gpu-use-2", who=about["who"]), Message("cli.wait-for-it-with"))
-            if self.num_gpus is not None:
-                raise Busy(
-                    Message("cli.num-gpus-gpus-free", num_gpus=self.num_gpus, **about),
-                    Message("cli.say-fewer-or-wait", free=len(free)),
-                )
-            said = text("cli.gpus-used-gpu", devices=len(devices), **about)
-            hardware = change_hardware(hardware, said, gpus_per_node=len(free))
-        ram, reserved = hardware.host_ram_bytes, self.reserved_bytes
-        if not reserved or ram is None or job.hardware.host_ram is not None:
-            return hardware
-        left, who, gpu = ram - reserved, self.live[0].words, hardware.gpu
-        if left <= 0:
-            raise Busy(Message("cli.live-runs-reserved", ram=ram / GIB, who=who), Message("cli.wait-for-it-with"))
-        if gpu.vendor == "cpu":
-            gpu = replace(gpu, memory_bytes=left // 2)
-        said = text("cli.host-ram-reserved", left=amounts(left)[0], ram=ram / GIB, who=who)
-        return change_hardware(hardware, said, gpu=gpu, host_ram_bytes=left)
 
     def check_ram(self, worker: WorkerFile) -> None:
         """For a plan that was made elsewhere or before: whether this machine has the RAM."""
@@ -185,27 +200,6 @@ class TrainingMachine:
         for device in chosen:
             check_free(device, worker)
         return tuple(chosen)
-
-
-def _check_claims(job: Job, hardware: Hardware) -> Hardware:
-    """What was claimed for this machine, held against it: a run that counts on more would end in the middle."""
-    from tightfit.hardware.machine import ram_here
-
-    there, claimed = ram_here()[0], hardware.host_ram_bytes
-    if job.hardware.host_ram is not None and there is not None and claimed is not None and claimed > there:
-        if claimed > ROUNDED * there:
-            raise HardwareError(Message("cli.host-ram-more-than", host_ram=job.hardware.host_ram, there=there / GIB))
-        gpu = hardware.gpu
-        if gpu.vendor == "cpu":
-            gpu = replace(gpu, memory_bytes=min(gpu.memory_bytes, there // 2))
-        said = text("cli.host-ram-gib", there=there / GIB, host_ram=job.hardware.host_ram)
-        hardware = change_hardware(hardware, said, gpu=gpu, host_ram_bytes=there)
-    if hardware.nvme_bytes is not None and job.hardware.nvme_path is not None:
-        folder = Path(job.hardware.nvme_path).expanduser().absolute()
-        free = disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
-        if hardware.nvme_bytes > free:
-            raise HardwareError(Message("cli.nvme-more-than", nvme=job.hardware.nvme, free=free / GIB, folder=folder))
-    return hardware
 
 
 def _has_room(device: Device, worker: WorkerFile) -> bool:

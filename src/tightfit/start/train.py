@@ -153,43 +153,64 @@ def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
 def prepare(request: Request, options: TrainOptions) -> Ready:
     """The run that was asked for, checked."""
     machine = machine_for(request, options)
+    nodes = machine.nodes
     if options.plan is not None:
-        ready = _read_folder(options.plan, request, machine)
+        source = Path(options.plan).expanduser().absolute()
+        files = dict(read_plan_folder(source))
+        worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
+        folder = (source / Path(worker.folder).expanduser()).absolute()
+        if "output" in request.flags:
+            folder = Path(request.flags["output"]).expanduser().absolute()
+        files[WORKER_FILE] = placed(files[WORKER_FILE], folder)
+        _check_nodes(nodes, worker)
+        devices: tuple[Device, ...] = ()
+        if nodes.hostfile is None:
+            ids, words = request.flags.get("gpu_ids"), []
+            if ids is not None:
+                words = [word.strip() for word in ids.split(",")]
+                if not all(word.isdigit() and len(word) < 6 for word in words) or len(set(words)) < len(words):
+                    raise ConfigError(Message("cli.gpu-ids-takes-different", text=repr(ids)))
+            devices = machine.devices_for(worker, [int(word) for word in words] or None)
+            machine.check_ram(worker)
+        ready = Ready(
+            worker=worker,
+            files=files,
+            folder=folder,
+            nodes=nodes,
+            occupancy=machine.occupancy,
+            devices=devices,
+            plan=None,
+            said=(text("cli.plan-one", source=source),),
+        )
     else:
-        ready = _plan(request, options, machine)
+        settled = resolve_request(request, machine.adapt, runs_here=nodes.hostfile is None)
+        if options.deepspeed_config is not None:
+            settled = _pin_deepspeed(settled, options.deepspeed_config)
+        settled = with_a_scan_that_runs(settled)
+        settled = replace(settled, said=(*check_weights(settled.job), *without_data(settled.job), *settled.said))
+        settled = with_whole_folder(settled)
+        target = target_of_run(request, nodes)
+        startable = startable_of(settled.job, target, calibration_of(request, settled.job))
+        answer = answer_of(request, settled, startable, every_gpu=nodes.count > 1)
+        if answer.chosen is None:
+            raise NothingFits(answer)
+        files = dict(rendered(answer, settled.job, target))
+        worker = worker_file(files[WORKER_FILE], WORKER_FILE)
+        _check_nodes(nodes, worker)
+        ready = Ready(
+            worker=worker,
+            files=files,
+            folder=Path(settled.job.saving.folder),
+            nodes=nodes,
+            occupancy=machine.occupancy,
+            devices=() if nodes.hostfile is not None else machine.devices_for(worker, settled.job.hardware.gpu_ids),
+            plan=answer,
+        )
     check_packages(ready.worker)
     return ready
 
 
 # --- a new plan ---------------------------------------------------------------------------------
-
-
-def _plan(request: Request, options: TrainOptions, machine: TrainingMachine) -> Ready:
-    nodes = machine.nodes
-    settled = resolve_request(request, machine.adapt, runs_here=nodes.hostfile is None)
-    if options.deepspeed_config is not None:
-        settled = _pin_deepspeed(settled, options.deepspeed_config)
-    settled = with_a_scan_that_runs(settled)
-    settled = replace(settled, said=(*check_weights(settled.job), *without_data(settled.job), *settled.said))
-    settled = with_whole_folder(settled)
-    target = target_of_run(request, nodes)
-    startable = startable_of(settled.job, target, calibration_of(request, settled.job))
-    answer = answer_of(request, settled, startable, every_gpu=nodes.count > 1)
-    if answer.chosen is None:
-        raise NothingFits(answer)
-    files = rendered(answer, settled.job, target)
-    worker = worker_file(files[WORKER_FILE], WORKER_FILE)
-    _check_nodes(nodes, worker)
-    ids = settled.job.hardware.gpu_ids
-    return Ready(
-        worker=worker,
-        files=files,
-        folder=Path(settled.job.saving.folder),
-        nodes=nodes,
-        occupancy=machine.occupancy,
-        devices=() if nodes.hostfile is not None else machine.devices_for(worker, ids),
-        plan=answer,
-    )
 
 
 HOW_FAR = Message("cli.tightfit-plan-same")
@@ -307,36 +328,6 @@ def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
 
 
 # --- a plan that was written before -------------------------------------------------------------
-
-
-def _read_folder(plan: str, request: Request, machine: TrainingMachine) -> Ready:
-    source, nodes = Path(plan).expanduser().absolute(), machine.nodes
-    files = dict(read_plan_folder(source))
-    worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
-    folder = (source / Path(worker.folder).expanduser()).absolute()
-    if "output" in request.flags:
-        folder = Path(request.flags["output"]).expanduser().absolute()
-    files[WORKER_FILE] = placed(files[WORKER_FILE], folder)
-    _check_nodes(nodes, worker)
-    devices: tuple[Device, ...] = ()
-    if nodes.hostfile is None:
-        ids, words = request.flags.get("gpu_ids"), []
-        if ids is not None:
-            words = [word.strip() for word in ids.split(",")]
-            if not all(word.isdigit() and len(word) < 6 for word in words) or len(set(words)) < len(words):
-                raise ConfigError(Message("cli.gpu-ids-takes-different", text=repr(ids)))
-        devices = machine.devices_for(worker, [int(word) for word in words] or None)
-        machine.check_ram(worker)
-    return Ready(
-        worker=worker,
-        files=files,
-        folder=folder,
-        nodes=nodes,
-        occupancy=machine.occupancy,
-        devices=devices,
-        plan=None,
-        said=(text("cli.plan-one", source=source),),
-    )
 
 
 def plan_as_it_is(

@@ -203,7 +203,20 @@ class Saver:
                     self._model.style.beside(staging)
                 disk.write_text(staging / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
 
-            writer.commit(write_beside, lambda staging, spans: _seal(staging, step, spans))
+            def seal(staging: Path, spans: Mapping[str, Any]) -> None:
+                """The manifest: what ranks wrote is hashed already, small files are hashed here."""
+                files: dict[str, StoredFile] = {}
+                for path in sorted(staging.rglob("*")):
+                    if path.is_file():
+                        name, size = path.relative_to(staging).as_posix(), path.stat().st_size
+                        of_one = tuple(sorted(spans[name], key=lambda span: span.start)) if name in spans else ()
+                        files[name] = StoredFile(size, of_one or (Span(0, size, digest(path.read_bytes())),))
+                        if not covered(files[name]):
+                            raise SaveError(Message("train.bytes-unaccounted", name=name))
+                now = datetime.now().astimezone().isoformat(timespec="seconds")
+                disk.write_text(staging / MANIFEST, Manifest(step=step, written=now, files=files).text())
+
+            writer.commit(write_beside, seal)
             if place.leads:
                 for old in checkpoints.outdated(self._run, self._habits.keeping, step):
                     with suppress(OSError, NotOurs):  # the new one stands; what holds a user's file stays too
@@ -219,20 +232,6 @@ class Saver:
             self.last = fields["step"]
             fields |= {"blocked_s": round(blocked_s, 3), "background": background}
         events.write(event, **fields)
-
-
-def _seal(staging: Path, step: int, spans: Mapping[str, Any]) -> None:
-    """The manifest: what ranks wrote is hashed already, small files are hashed here."""
-    files: dict[str, StoredFile] = {}
-    for path in sorted(staging.rglob("*")):
-        if path.is_file():
-            name, size = path.relative_to(staging).as_posix(), path.stat().st_size
-            of_one = tuple(sorted(spans[name], key=lambda span: span.start)) if name in spans else ()
-            files[name] = StoredFile(size, of_one or (Span(0, size, digest(path.read_bytes())),))
-            if not covered(files[name]):
-                raise SaveError(Message("train.bytes-unaccounted", name=name))
-    written = datetime.now().astimezone().isoformat(timespec="seconds")
-    disk.write_text(staging / MANIFEST, Manifest(step=step, written=written, files=files).text())
 
 
 # --- what is in it -------------------------------------------------------------------------------

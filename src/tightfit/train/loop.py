@@ -111,7 +111,27 @@ class Loop:
             seconds = time.monotonic() - began
             recent.append((window.tokens, seconds))
             self.step_seconds.append(seconds)
-            self._tell(step, loss, rate, stepped, recent)
+            reading = self.meter.read()
+            tokens, spent = sum(each for each, _ in recent), sum(each for _, each in recent)
+            self.tokens_per_s = tokens / spent if spent else None
+            self.last_loss = loss
+            self.first_loss = loss if self.first_loss is None else self.first_loss
+            self.events.write(
+                "step",
+                step=step + 1,
+                steps=self.steps,
+                loss=loss,
+                grad_norm=stepped.grad_norm,
+                learning_rate=rate,
+                tokens_per_s=self.tokens_per_s,
+                step_s=round(recent[-1][1], 6),
+                seconds_left=(self.steps - step - 1) * spent / len(recent),
+                epoch=round((step + 1) * self.config.effective_batch / max(1, self.samples), 6),
+                memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")},
+                **({} if reading.alloc_retries is None else {"alloc_retries": reading.alloc_retries}),
+                loss_scale=stepped.loss_scale,
+                skipped=stepped.skipped,
+            )
             overflow.after_step(step + 1, stepped.skipped, stepped.loss_scale)
             self._check(step, loss, stepped, window)
             if (ending := self._save(step + 1, votes)) is not None:
@@ -163,29 +183,6 @@ class Loop:
             added += loss.detach()
             del loss, inputs  # what the graph still holds would be there beside the next micro batch's
         return added
-
-    def _tell(self, step: int, loss: float, rate: float, stepped: Stepped, recent: deque[tuple[int, float]]) -> None:
-        reading = self.meter.read()
-        tokens, seconds = sum(each for each, _ in recent), sum(each for _, each in recent)
-        self.tokens_per_s = tokens / seconds if seconds else None
-        self.last_loss = loss
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.events.write(
-            "step",
-            step=step + 1,
-            steps=self.steps,
-            loss=loss,
-            grad_norm=stepped.grad_norm,
-            learning_rate=rate,
-            tokens_per_s=self.tokens_per_s,
-            step_s=round(recent[-1][1], 6),
-            seconds_left=(self.steps - step - 1) * seconds / len(recent),
-            epoch=round((step + 1) * self.config.effective_batch / max(1, self.samples), 6),
-            memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")},
-            **({} if reading.alloc_retries is None else {"alloc_retries": reading.alloc_retries}),
-            loss_scale=stepped.loss_scale,
-            skipped=stepped.skipped,
-        )
 
     def _check(self, step: int, loss: float, stepped: Stepped, window: Window) -> None:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""

@@ -133,45 +133,41 @@ class WindowLoss:
         self.divisor = 1.0
         body = body_of(model)
         if kind == "plain":
-            self._leave_plain(body)
+            # Models of older libraries, or with code of their own, may take the mean of each micro batch themselves.
+            asked = False
+
+            def plain(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+                from transformers.loss.loss_utils import ForCausalLMLoss
+
+                nonlocal asked
+                asked = True
+                loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)  # type: ignore[arg-type]
+                return loss
+
+            def check(body: Any, *_: Any) -> None:
+                if not asked:
+                    raise ModelError(Message("train.own-loss", model=type(body).__name__))
+
+            body.loss_function = plain
+            body.register_forward_hook(check)
         else:
-            self._fuse(body)
+            # Inside the head's own forward, so that an engine that gathers its weight does so for the loss.
+            head, divide = body.get_output_embeddings(), self
+            factors = {key: getattr(body.config, key, None) for key in LOGITS_TIMES}
+            times = prod(float(value) ** LOGITS_TIMES[key] for key, value in factors.items() if value is not None)
+            capped = getattr(body.config, "final_logit_softcapping", None) is not None
+            if getattr(head, "bias", None) is not None or capped:
+                raise ConfigError(Message("train.no-fused-loss", model=type(body).__name__))
 
-    def _leave_plain(self, body: Any) -> None:
-        """Models of older libraries, or with code of their own, may take the mean of each micro batch themselves."""
-        asked = False
+            def head_forward(self: Any, hidden: Tensor) -> Tensor:
+                return linear_cross_entropy(
+                    hidden.to(self.weight.dtype), self.weight, self.labels, divide.divisor, times
+                )
 
-        def plain(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-            from transformers.loss.loss_utils import ForCausalLMLoss
+            def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
+                hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options)[0]
+                head.labels = labels
+                return SimpleNamespace(loss=head(hidden))
 
-            nonlocal asked
-            asked = True
-            loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)  # type: ignore[arg-type]
-            return loss
-
-        def check(body: Any, *_: Any) -> None:
-            if not asked:
-                raise ModelError(Message("train.own-loss", model=type(body).__name__))
-
-        body.loss_function = plain
-        body.register_forward_hook(check)
-
-    def _fuse(self, body: Any) -> None:
-        """Inside the head's own forward, so that an engine that gathers its weight does so for the loss."""
-        head, divide = body.get_output_embeddings(), self
-        factors = {key: getattr(body.config, key, None) for key in LOGITS_TIMES}
-        times = prod(float(value) ** LOGITS_TIMES[key] for key, value in factors.items() if value is not None)
-        capped = getattr(body.config, "final_logit_softcapping", None) is not None
-        if getattr(head, "bias", None) is not None or capped:
-            raise ConfigError(Message("train.no-fused-loss", model=type(body).__name__))
-
-        def head_forward(self: Any, hidden: Tensor) -> Tensor:
-            return linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, self.labels, divide.divisor, times)
-
-        def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
-            hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options)[0]
-            head.labels = labels
-            return SimpleNamespace(loss=head(hidden))
-
-        head.forward = MethodType(head_forward, head)
-        body.forward = MethodType(forward, body)
+            head.forward = MethodType(head_forward, head)
+            body.forward = MethodType(forward, body)

@@ -69,7 +69,14 @@ class Stop:
                     self.hear(number)
 
         threading.Thread(target=listen, name="tightfit-stop", daemon=True).start()
-        os.register_at_fork(after_in_child=_forget)  # or a child would write to the same pipe
+
+        def forget() -> None:
+            signal.set_wakeup_fd(-1)
+            for number in SIGNALS:
+                if signal.getsignal(number) is _nothing:
+                    signal.signal(number, signal.SIG_DFL)
+
+        os.register_at_fork(after_in_child=forget)  # or a child would write to the same pipe
         return self
 
     @property
@@ -105,10 +112,3 @@ class Stop:
 
 def _nothing(number: int, frame: FrameType | None) -> None:
     """Without a handler of Python's nothing is written to the pipe."""
-
-
-def _forget() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
-        if signal.getsignal(number) is _nothing:
-            signal.signal(number, signal.SIG_DFL)

@@ -34,7 +34,7 @@ from tightfit.train.loop import Ending, Loop
 from tightfit.train.place import Place
 from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
 from tightfit.train.resume import FoundCheckpoint
-from tightfit.train.saved_model import TensorSet, write_model
+from tightfit.train.saved_model import write_model
 from tightfit.train.sources import open_weights
 from tightfit.train.sources_hub import find_weights
 from tightfit.train.stop import Stop
@@ -227,6 +227,14 @@ class Worker:
         if found is not None:
             self._load(found, made)
         model = model_set(made, config, prepared.tokenizer, place)
+        orders = self.config.saving
+        on_the_way = orders.every_minutes is not None or (orders.every_steps or steps) < steps
+        habits = Habits(
+            keeping=Keeping(last=orders.keep_last, every_steps=orders.keep_every),
+            background=orders.async_save and on_the_way and not nvme.on_nvme(self.config.levers),
+            ranks_here=self.config.world.gpus_per_node,
+            masters=self.config.levers.precision != "fp32" and self.config.levers.master_weights,
+        )
         loop = Loop(
             config=config,
             engine=made.engine,
@@ -238,7 +246,7 @@ class Worker:
             samples=len(samples),
             steps=steps,
             stop=self.stop,
-            saver=None if self.options.rehearse else self._saver(made, model, steps),
+            saver=None if self.options.rehearse else Saver(self.config.folder, made.engine, model, habits, self.place),
             standing=lambda done: resume.describe_state(config, job, made.engine.counters(), done, _versions()),
             supervised=self.supervised,
         )
@@ -341,17 +349,6 @@ class Worker:
             values = weights, resume.StateFiles(found.folder)
         resume.load(found, made.engine, values, self.place, filled=whole)
         self.events.report(Message("train.loading-checkpoint"), 1, 1)
-
-    def _saver(self, made: Assembled, model: TensorSet, steps: int) -> Saver:
-        orders = self.config.saving
-        on_the_way = orders.every_minutes is not None or (orders.every_steps or steps) < steps
-        habits = Habits(
-            keeping=Keeping(last=orders.keep_last, every_steps=orders.keep_every),
-            background=orders.async_save and on_the_way and not nvme.on_nvme(self.config.levers),
-            ranks_here=self.config.world.gpus_per_node,
-            masters=self.config.levers.precision != "fp32" and self.config.levers.master_weights,
-        )
-        return Saver(self.config.folder, made.engine, model, habits, self.place)
 
     def assemble(self, prepared: Prepared, found: FoundCheckpoint | None) -> Assembled:
         if not self.config.levers.is_fsdp2:

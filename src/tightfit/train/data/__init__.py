@@ -8,7 +8,6 @@ what a loop sees (`samples`, `order`).
 
 from __future__ import annotations
 
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,19 @@ def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
         held = 0
         if spec.evaluation_split and count > 1:
             held = min(count - 1, max(1, round(spec.evaluation_split * count)))
-        generate = partial(_generate, spec, len(tokenizer))
+
+        def generate(first: int, count: int) -> Samples:
+            length, words = spec.sequence, len(tokenizer)
+            rows = GeneratedRows(count=count, sequence=length, vocabulary=words, seed=spec.seed, first=first)
+            return Samples(
+                rows=rows,
+                lengths=np.full(count, length, dtype=np.int32),
+                loss_tokens=np.full(count, length - 1, dtype=np.int64),
+                fingerprint=sha256(repr(("generated", rows)).encode()).hexdigest(),
+                sequence=length,
+                documents=count,
+            )
+
         return Split(train=generate(0, count - held), held=generate(count - held, held) if held else None)
     return open_view(identify(spec, codec_of(tokenizer, spec.template), cache), cache)
 
@@ -87,15 +98,3 @@ def explain(spec: DataSpec, tokenizer: Any) -> tuple[Said, ...]:
         return (Message("data.random-samples"),)
     resolved = resolve(spec) if spec.by_recipe else None
     return (*codec_of(tokenizer, spec.template).said, *(resolved.talks.said if resolved else ()))
-
-
-def _generate(spec: DataSpec, vocabulary: int, first: int, count: int) -> Samples:
-    rows = GeneratedRows(count=count, sequence=spec.sequence, vocabulary=vocabulary, seed=spec.seed, first=first)
-    return Samples(
-        rows=rows,
-        lengths=np.full(count, spec.sequence, dtype=np.int32),
-        loss_tokens=np.full(count, spec.sequence - 1, dtype=np.int64),
-        fingerprint=sha256(repr(("generated", rows)).encode()).hexdigest(),
-        sequence=spec.sequence,
-        documents=count,
-    )

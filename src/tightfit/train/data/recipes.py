@@ -435,7 +435,21 @@ def read_recipe(name: str) -> Recipe:
         raise ConfigError(Message("data.sections-no-list", file=file))
     made = []
     for number, section in enumerate(sections, start=1):
-        made.append(_read_section(section, Message("data.section", number=number, file=file)))
+        where = Message("data.section", number=number, file=file)
+        if not isinstance(section, Mapping):
+            raise ConfigError(Message("data.section-no-block", where=where, found=shown(section)))
+        for key in section:
+            if key not in SECTION_KEYS:
+                raise unknown_key(str(key), SECTION_KEYS, str(where))
+        role = section.get("role", "user")
+        if role not in ("system", "user"):
+            raise ConfigError(Message("data.section-role", where=where, role=shown(role)))
+        template = _word(section, "template", where, "{text}")
+        if "{text}" not in template:
+            raise ConfigError(Message("data.template-no-text", where=where))
+        field = _word(section, "field", where, None)
+        budget, drop = _count(section, "budget_tokens", where), _count(section, "drop", where)
+        made.append(Section(field=field, role=role, template=template, budget_tokens=budget, drop=drop))
     fields = [section.field for section in made]
     for field in fields:
         if fields.count(field) > 1:
@@ -472,23 +486,6 @@ def read_recipe(name: str) -> Recipe:
         history_turns=_count(tree, "history_turns", file) or 12,
         speaker=_word(tree, "speaker", file, None) if "speaker" in tree else None,
     )
-
-
-def _read_section(tree: Any, where: Message) -> Section:
-    if not isinstance(tree, Mapping):
-        raise ConfigError(Message("data.section-no-block", where=where, found=shown(tree)))
-    for key in tree:
-        if key not in SECTION_KEYS:
-            raise unknown_key(str(key), SECTION_KEYS, str(where))
-    role = tree.get("role", "user")
-    if role not in ("system", "user"):
-        raise ConfigError(Message("data.section-role", where=where, role=shown(role)))
-    template = _word(tree, "template", where, "{text}")
-    if "{text}" not in template:
-        raise ConfigError(Message("data.template-no-text", where=where))
-    field = _word(tree, "field", where, None)
-    budget, drop = _count(tree, "budget_tokens", where), _count(tree, "drop", where)
-    return Section(field=field, role=role, template=template, budget_tokens=budget, drop=drop)
 
 
 def _word(tree: Mapping[Any, Any], key: str, where: Said, default: str | None) -> str:

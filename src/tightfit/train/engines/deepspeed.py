@@ -23,7 +23,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
@@ -62,12 +61,23 @@ class DeepSpeed:
         self.model, self._levers, self._place = model, levers, place
         self._loss = WindowLoss(model, levers.loss)
         options: dict[str, Any] = {"model": model, "config": copy.deepcopy(dict(config))}
-        groups = optimizers.groups(model, weight_decay)
+        groups, kind = optimizers.groups(model, weight_decay), levers.optimizer
+        usual: dict[str, Any] = {"lr": 0.0, "betas": optimizers.BETAS, "eps": optimizers.EPS}
         if "optimizer" in config:
             options["model_parameters"] = groups
             options["config"]["optimizer"]["params"]["lr"] = 0.0
+        elif self.stage and "8bit" in kind:
+            raise ConfigError(Message("engine.states-of-no-parameter", engine=levers.engine, optimizer=kind))
+        elif kind == "adamw" and levers.offload_optimizer != "none":
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            options["optimizer"] = DeepSpeedCPUAdam(groups, **usual, adamw_mode=True)
+        elif kind == "adamw" and self.stage == 0 and place.on_gpu and shutil.which("nvcc"):
+            from deepspeed.ops.adam import FusedAdam  # flat states, as they are priced; it has to be compiled
+
+            options["optimizer"] = FusedAdam(groups, **usual)
         else:
-            options["optimizer"] = self._make_optimizer(groups)
+            options["optimizer"] = optimizers.make_optimizer(kind, groups, fused=place.on_gpu)
         buffers = [
             (module, name, buffer)
             for module in model.modules()
@@ -89,23 +99,6 @@ class DeepSpeed:
     @property
     def stage(self) -> int:
         return self._levers.stage or 0
-
-    def _make_optimizer(self, groups: optimizers.Groups) -> torch.optim.Optimizer:
-        kind, stage = self._levers.optimizer, self.stage
-        usual: dict[str, Any] = {"lr": 0.0, "betas": optimizers.BETAS, "eps": optimizers.EPS}
-        if stage and "8bit" in kind:
-            raise ConfigError(Message("engine.states-of-no-parameter", engine=self._levers.engine, optimizer=kind))
-        if kind == "adamw" and self._levers.offload_optimizer != "none":
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            on_host: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, **usual, adamw_mode=True)
-            return on_host
-        if kind == "adamw" and stage == 0 and self._place.on_gpu and shutil.which("nvcc"):
-            from deepspeed.ops.adam import FusedAdam  # flat states, as they are priced; it has to be compiled
-
-            fused: torch.optim.Optimizer = FusedAdam(groups, **usual)
-            return fused
-        return optimizers.make_optimizer(kind, groups, fused=self._place.on_gpu)
 
     def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
         self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
