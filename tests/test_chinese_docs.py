@@ -105,7 +105,7 @@ def test_every_page_has_a_chinese_one() -> None:
 
 @every_page
 def test_blocks_and_rows_are_those_of_the_english_page(page: Path) -> None:
-    assert chinese(page).read_text(encoding="utf-8") == copied(page), f"stale: run python tests/{__name__}.py"
+    assert chinese(page).read_text(encoding="utf-8") == copied(page), f"stale: run python tests/{Path(__file__).name}"
 
 
 @every_page
