@@ -222,6 +222,10 @@ def _disk_full(run: Path, model: Any) -> NoReturn:
             raise
 
 
+def _hang(run: Path, model: Any) -> None:
+    time.sleep(10**6)  # by name, so that the stack of a rank that hangs says so
+
+
 def _gpu_hang(run: Path, model: Any) -> NoReturn:
     """A kernel that does not end: the thread that trains waits for it inside the driver, and the GPU looks busy."""
     torch.cuda._sleep(2**62)  # type: ignore[no-untyped-call]
@@ -246,7 +250,7 @@ DEEDS: dict[str, Callable[[Path, Any], None]] = {
     "host-oom-killed": _outgrow_group,
     "disk-full": _disk_full,
     "kill": lambda run, model: os.kill(os.getpid(), signal.SIGKILL),
-    "hang": lambda run, model: time.sleep(10**6),
+    "hang": _hang,
     "gpu-hang": _gpu_hang,
     "nan": _nan,
 }
