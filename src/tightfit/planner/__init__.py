@@ -9,6 +9,7 @@ that would have fitted.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from time import perf_counter
 
 from tightfit.job import Job
@@ -18,7 +19,7 @@ from tightfit.planner import costly, reasons
 from tightfit.planner.candidates import check_states
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
-from tightfit.planner.search import SearchResult, search
+from tightfit.planner.search import search
 from tightfit.planner.tier_values import STANDS_IN, TIERS, apply_tier, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.types import FSDP2, ConfigError, Hardware, Lora, ModelShape
@@ -58,17 +59,28 @@ def plan_within(
     """See `plan`; with what earlier runs have taught, where the bounds bring it."""
     shape = shape or model_of(job)
     hardware = hardware or hardware_of(job)
-    if job.tier == "auto" and "engine" not in job.levers:
-        return _auto(bounds, job, shape, hardware, said)
     costs: tuple[Said, ...] = ()
-    if job.tier is not None and "engine" not in job.levers:
-        job, costs = _apply_tier(job, hardware)
-    job, stood_in = _computable(job, hardware)
+    if job.tier is not None and "engine" not in job.levers:  # a pinned engine shows that the tier was applied already
+        if job.tier == "auto":  # the first that fits; where none does, how far the smallest is from it
+            *larger, smallest = from_card_down(hardware)
+            for tier in larger:
+                found = plan_within(replace(bounds, advice=False), replace(job, tier=tier.name), shape, hardware, said)
+                if found.fits:
+                    return found
+            return plan_within(bounds, replace(job, tier=smallest.name), shape, hardware, said)
+        if job.tier == "all":
+            raise ConfigError(Message("plan.tier-all"))
+        explicit = frozenset({*dump_job(job), *(f"levers.{lever}" for lever in job.levers)})
+        job, costs = apply_tier(TIERS[job.tier], job, hardware, explicit)
+    if job.precision == "fp16" and hardware.gpu.fp16 is False and job.levers.get("engine") != FSDP2:
+        # DeepSpeed refuses what a processor does not compute itself; FSDP2 leaves it to torch, which can do without
+        job = replace(job, precision=STANDS_IN)
+        said = (*said, Message("plan.no-fp16", name=hardware.gpu.name, stands_in=STANDS_IN))
     question = question_of(job, shape, hardware).within(bounds)
     check_pins(question.trainer, question.base, shape, question.pinned)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
-    answer = answer_question(job, question, (*said, *stood_in), advice=bounds.advice)
+    answer = answer_question(job, question, said, advice=bounds.advice)
     if answer.chosen is None or not costs:
         return answer
     return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
@@ -86,108 +98,6 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
         changed = costly.mildest_changes(question, job.limits.allow)
         if changed:
             found.ways.append(changed[-1].way)
-    answer = _answer(job, question, found, changed, began)
-    if answer.chosen is None and advice:
-        needed = costly.count_gpus(question, batch_asked=job.effective_batch is not None)
-        answer = replace(answer, remedies=costly.remedies(question), gpus_needed=needed)
-    return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)
-
-
-def _auto(bounds: Bounds, job: Job, shape: ModelShape, hardware: Hardware, said: tuple[Said, ...]) -> Plan:
-    """The first tier that fits, from the one for this card down; where none does, how far the smallest is from it."""
-    *larger, smallest = from_card_down(hardware)
-    for tier in larger:
-        found = plan_within(replace(bounds, advice=False), replace(job, tier=tier.name), shape, hardware, said)
-        if found.fits:
-            return found
-    return plan_within(bounds, replace(job, tier=smallest.name), shape, hardware, said)
-
-
-def _apply_tier(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:
-    """The job with its tier's values wherever it has its defaults, and what that changes in the result.
-
-    A pinned engine shows that this was done.
-    """
-    if job.tier == "all":
-        raise ConfigError(Message("plan.tier-all"))
-    names = {*dump_job(job), *(f"levers.{lever}" for lever in job.levers)}
-    return apply_tier(TIERS[str(job.tier)], job, hardware, frozenset(names))
-
-
-def _computable(job: Job, hardware: Hardware) -> tuple[Job, tuple[Said, ...]]:
-    """The job in a precision that the machine can train in. DeepSpeed refuses what a processor does not compute
-    itself; FSDP2 leaves it to torch, which can do without."""
-    if job.precision != "fp16" or hardware.gpu.fp16 is not False or job.levers.get("engine") == FSDP2:
-        return job, ()
-    return replace(job, precision=STANDS_IN), (Message("plan.no-fp16", name=hardware.gpu.name, stands_in=STANDS_IN),)
-
-
-def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:
-    """What is asked of the search, with the effective batch that every candidate must keep.
-
-    Where the CPU stands in for GPUs, both of its ranks run: that is what it is there for.
-    """
-    base, fixed = levers_of(job, shape), pinned(job)
-    batch = job.effective_batch or _usual_batch(base.micro_batch, base.accumulation, fixed, hardware.world)
-    question = Question(
-        shape=shape,
-        base=base,
-        pinned=fixed,
-        hardware=hardware,
-        effective_batch=batch,
-        margin=job.limits.margin,
-        adapters=_adapters(job),
-        trainer=Abilities(trainer=job.trainer),
-        partial=job.trainer == "tightfit",
-        every_gpu=every_gpu or hardware.gpu.vendor == "cpu",
-    )
-    _check_batch(question, asked=job.effective_batch is not None)
-    return question
-
-
-def _adapters(job: Job) -> Lora:
-    lora = job.lora
-    return Lora(
-        rank=lora.rank,
-        targets=None if isinstance(lora.targets, str) else lora.targets,
-        dtype=adapter_dtype_of(job),
-        dropout=lora.dropout,
-    )
-
-
-def _usual_batch(micro_batch: int, accumulation: int, fixed: frozenset[str], world: int) -> int:
-    """Four sequences a GPU, or what the pinned micro batch and accumulation make."""
-    if {"micro_batch", "accumulation"} <= fixed:
-        return micro_batch * accumulation * world
-    least = micro_batch if "micro_batch" in fixed else accumulation if "accumulation" in fixed else 1
-    return world * least * -(-SEQUENCES_A_GPU // least)
-
-
-def _check_batch(question: Question, *, asked: bool) -> None:
-    world, batch, base = question.hardware.world, question.effective_batch, question.base
-    if not asked:
-        return
-    steps = world
-    flags = {name: getattr(base, name) for name in ("micro_batch", "accumulation") if name in question.pinned}
-    for value in flags.values():
-        steps *= value
-    both = {"micro_batch", "accumulation"} <= question.pinned
-    if batch % steps == 0 and (not both or batch == steps):
-        return
-    below = batch // steps * steps
-    near = [steps] if both or below == 0 else [below, below + steps]
-    raise ConfigError(
-        Message("plan.uneven-batch", batch=batch, gpus=world, near=Listing(map(str, near), "or"), **flags)
-    )
-
-
-def _answer(
-    job: Job,
-    question: Question,
-    found: SearchResult,
-    changed: tuple[Remedy, ...],
-    began: float,
-) -> Plan:
     chosen = found.best
     others = reasons.in_order(way for way in found.ways if way is not chosen)
     if chosen is not None:
@@ -197,7 +107,7 @@ def _answer(
             changes=tuple(remedy.cost for remedy in changed),
             skips_long=any(remedy.allowance == "skip-data" for remedy in changed),
         )
-    return Plan(
+    answer = Plan(
         job=job,
         shape=question.shape,
         hardware=question.hardware,
@@ -205,8 +115,61 @@ def _answer(
         chosen=chosen,
         alternatives=others,
         considered=found.considered,
-        search_s=perf_counter() - began,
+        search_s=0.0,
         because=(),
         hours=None if chosen is None else reasons.hours(job, question.effective_batch, chosen),
         unproven=reasons.unproven(question.hardware),
+    )
+    if chosen is None and advice:
+        needed = costly.count_gpus(question, batch_asked=job.effective_batch is not None)
+        answer = replace(answer, remedies=costly.remedies(question), gpus_needed=needed)
+    return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)
+
+
+def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:
+    """What is asked of the search, with the effective batch that every candidate must keep.
+
+    Where the CPU stands in for GPUs, both of its ranks run: that is what it is there for.
+    """
+    base, fixed = levers_of(job, shape), pinned(job)
+    batch, lora = job.effective_batch, job.lora
+    if not batch and {"micro_batch", "accumulation"} <= fixed:
+        batch = base.micro_batch * base.accumulation * hardware.world
+    elif not batch:
+        least = base.micro_batch if "micro_batch" in fixed else base.accumulation if "accumulation" in fixed else 1
+        batch = hardware.world * least * -(-SEQUENCES_A_GPU // least)
+    question = Question(
+        shape=shape,
+        base=base,
+        pinned=fixed,
+        hardware=hardware,
+        effective_batch=batch,
+        margin=job.limits.margin,
+        adapters=Lora(
+            rank=lora.rank,
+            targets=None if isinstance(lora.targets, str) else lora.targets,
+            dtype=adapter_dtype_of(job),
+            dropout=lora.dropout,
+        ),
+        trainer=Abilities(trainer=job.trainer),
+        partial=job.trainer == "tightfit",
+        every_gpu=every_gpu or hardware.gpu.vendor == "cpu",
+    )
+    if job.effective_batch is not None:
+        _check_batch(question)
+    return question
+
+
+def _check_batch(question: Question) -> None:
+    """A ConfigError for a batch that the GPUs, with what is pinned, cannot share evenly."""
+    world, batch, base = question.hardware.world, question.effective_batch, question.base
+    flags = {name: getattr(base, name) for name in ("micro_batch", "accumulation") if name in question.pinned}
+    steps = world * prod(flags.values())
+    both = {"micro_batch", "accumulation"} <= question.pinned
+    if batch % steps == 0 and (not both or batch == steps):
+        return
+    below = batch // steps * steps
+    near = [steps] if both or below == 0 else [below, below + steps]
+    raise ConfigError(
+        Message("plan.uneven-batch", batch=batch, gpus=world, near=Listing(map(str, near), "or"), **flags)
     )

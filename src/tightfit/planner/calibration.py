@@ -35,7 +35,6 @@ from typing import Literal
 from tightfit.job import Job
 from tightfit.memory import TRAINING
 from tightfit.memory.overhead import beside, reasons
-from tightfit.messages import Said
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
 COMPONENT = "measured_error"
@@ -263,7 +262,8 @@ def _mark(text: str) -> str:
 
 def correct(footprint: Footprint, correction: Correction | None, hardware: Hardware) -> Footprint:
     """The footprint with this correction in place of any other; None: with none."""
-    if correction is None and not _is_corrected(footprint):
+    every = (*footprint.gpu.phases.values(), *footprint.host.phases.values())
+    if correction is None and not any(COMPONENT in phase.components for phase in every):
         return footprint
     gpu = _phases(footprint.gpu.phases, "gpu", correction)
     host = _phases(footprint.host.phases, "host", correction)
@@ -271,6 +271,9 @@ def correct(footprint: Footprint, correction: Correction | None, hardware: Hardw
     peak, init = gpu[peak_phase].total_bytes, gpu["init"].total_bytes
     extra = beside(max(peak, init), hardware.world, hardware.gpu)
     per_rank = max(phase.total_bytes for phase in host.values())
+    # what its phases decide of what was said is said anew
+    old = reasons(footprint.gpu.phases, footprint.gpu.peak_phase)
+    kept = tuple(sentence for sentence in footprint.because if sentence not in old)
     return replace(
         footprint,
         gpu=GpuFootprint(
@@ -287,13 +290,8 @@ def correct(footprint: Footprint, correction: Correction | None, hardware: Hardw
             peak_bytes_per_node=per_rank * _ranks(hardware),
             nvme_bytes_per_node=footprint.host.nvme_bytes_per_node,
         ),
-        because=_because(footprint, gpu, peak_phase),
+        because=reasons(gpu, peak_phase, kept),
     )
-
-
-def _is_corrected(footprint: Footprint) -> bool:
-    every = (*footprint.gpu.phases.values(), *footprint.host.phases.values())
-    return any(COMPONENT in phase.components for phase in every)
 
 
 def _phases(phases: Mapping[PhaseName, Phase], where: Place, correction: Correction | None) -> dict[PhaseName, Phase]:
@@ -303,13 +301,6 @@ def _phases(phases: Mapping[PhaseName, Phase], where: Place, correction: Correct
         error = 0 if correction is None else correction.error_bytes(where, name, sum(parts.values()))
         made[name] = Phase(name, {**parts, COMPONENT: error} if error else parts)
     return made
-
-
-def _because(footprint: Footprint, phases: Mapping[PhaseName, Phase], peak_phase: PhaseName) -> tuple[Said, ...]:
-    """What was said of the footprint, with the messages that its phases decide made anew."""
-    old = reasons(footprint.gpu.phases, footprint.gpu.peak_phase)
-    kept = tuple(sentence for sentence in footprint.because if sentence not in old)
-    return reasons(phases, peak_phase, kept)
 
 
 def uncorrected_bytes(phase: Phase) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -141,19 +141,16 @@ def check_states(base: Levers, pinned: Pinned, hardware: Hardware) -> None:
     if base.optimizer not in EIGHT_BIT:
         return
     states, offloaded = Message("plan.states-of", optimizer=base.optimizer), base.offload_optimizer != "none"
-    holding = [] if offloaded else [f"--engine {engine}" for engine in _holding(base, hardware)]
+    # those that run such states and keep them by parameter, the one that holds less first
+    ways = [replace(base, engine=engine, offload_param="none") for engine in reversed(BY_PARAMETER)]
+    runs = [levers.engine for levers in ways if not offloaded and _runs(levers, hardware, ours=True)]
+    holding = [f"--engine {engine}" for engine in runs]
     if "engine" in pinned and base.engine not in BY_PARAMETER:
         fix = Listing((*holding, "--optimizer adamw"), "or")
         raise ConfigError(Message("plan.states-of-no-parameter", engine=base.engine, states=states, fix=fix))
     if not holding and not offloaded:
         precision = f"pure {base.precision}" if _is_pure(base) else base.precision
         raise ConfigError(Message("plan.no-engine-for-states", states=states, precision=precision))
-
-
-def _holding(base: Levers, hardware: Hardware) -> list[Engine]:
-    """The engines that run such states and keep them by parameter, the one that holds less first."""
-    ways = [replace(base, engine=engine, offload_param="none") for engine in BY_PARAMETER]
-    return [levers.engine for levers in reversed(ways) if _runs(levers, hardware, ours=True)]
 
 
 def corners(
@@ -171,8 +168,13 @@ def corners(
     share = effective_batch // hardware.world
     attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware, trainer)
     choices = [KernelChoice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
+    losses: tuple[Loss, ...] = ("plain", "fused")
+    if "loss" in pinned:
+        losses = (base.loss,)
+    elif shape.final_softcap or not trainer.fuses(shape):
+        losses = ("plain",)
     for micro in _micro_batches(base, pinned, share):
-        for loss in _losses(shape, base, pinned, trainer):
+        for loss in losses:
             levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss)
             if _is_legal(levers, shape):  # of which neither kernels nor buckets make a difference
                 for choice in choices:
@@ -187,14 +189,9 @@ def _is_legal(levers: Levers, shape: ModelShape) -> bool:
     return True
 
 
-@lru_cache(maxsize=256)
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(each for each in range(1, min(number, MOST_MICRO) + 1) if number % each == 0)
-
-
 def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
     """Those that divide a GPU's share of the batch. Fewer GPUs have a larger one, which a pin may not divide."""
-    micros = list(_divisors(share))
+    micros = [micro for micro in range(1, min(share, MOST_MICRO) + 1) if share % micro == 0]
     if "micro_batch" in pinned:
         micros = [base.micro_batch] if share % base.micro_batch == 0 else []
     elif "accumulation" in pinned and share % base.accumulation == 0:
@@ -202,12 +199,6 @@ def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
     if "accumulation" in pinned:
         micros = [micro for micro in micros if share // micro == base.accumulation]
     return micros
-
-
-def _losses(shape: ModelShape, base: Levers, pinned: Pinned, trainer: Abilities) -> tuple[Loss, ...]:
-    if "loss" in pinned:
-        return (base.loss,)
-    return ("plain",) if shape.final_softcap or not trainer.fuses(shape) else ("plain", "fused")
 
 
 def attention_choices(
@@ -218,14 +209,11 @@ def attention_choices(
     if "attention" in pinned or not mixers:
         return (base.attention,)
     windowed = any(m.sliding_window is not None and m.sliding_window <= base.sequence for m in mixers)
-    if windowed and base.precision != "fp32" and _has_flash(hardware):
+    arch = hardware.gpu.arch or ""
+    has_flash = arch.startswith("sm_") and arch[3:].isdigit() and int(arch[3:]) >= 80
+    if windowed and base.precision != "fp32" and has_flash:
         return ("sdpa", "flash", "eager")
     return ("sdpa", "eager")
-
-
-def _has_flash(hardware: Hardware) -> bool:
-    arch = hardware.gpu.arch or ""
-    return arch.startswith("sm_") and arch[3:].isdigit() and int(arch[3:]) >= 80
 
 
 def _scans(shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities) -> tuple[Scan, ...]:

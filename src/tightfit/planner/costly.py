@@ -7,7 +7,7 @@ candidates that can hold least: that takes a fraction of a search.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
@@ -20,7 +20,7 @@ from tightfit.model.presets import PRESETS
 from tightfit.planner.plan import Remedy
 from tightfit.planner.question import Question
 from tightfit.planner.search import fits_at_all, search, something_fits
-from tightfit.types import Hardware, ModelShape
+from tightfit.types import ModelShape
 
 ORDER: tuple[Allowance, ...] = get_args(Allowance)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -96,7 +96,7 @@ def _together(question: Question, group: tuple[Allowance, ...]) -> tuple[Remedy,
     made: list[tuple[Allowance, Message]] = []
     now = question
     for name in others:
-        strongest = list(CHANGES[name](now))[-1:]
+        strongest = list(changes(now, name))[-1:]
         if not strongest:
             return ()
         now, cost = strongest[0]
@@ -110,7 +110,7 @@ def _together(question: Question, group: tuple[Allowance, ...]) -> tuple[Remedy,
 
 def _smallest(question: Question, name: Allowance) -> Remedy | None:
     """The mildest size of this change with which something fits, with the fastest way that it opens."""
-    for changed, cost in CHANGES[name](question):
+    for changed, cost in changes(question, name):
         if something_fits(changed):
             best = search(changed, nearest=False).best
             if best is not None:
@@ -125,46 +125,48 @@ def _with(question: Question, **changes: object) -> Question:
     return replace(question, base=replace(question.base, **changes))  # type: ignore[arg-type]
 
 
-def _precision(question: Question) -> Iterator[Change]:
-    if question.base.precision == "fp32":
-        yield _with(question, precision="bf16"), Message("plan.cost-precision")
-
-
-def _pure(question: Question) -> Iterator[Change]:
-    if question.base.precision != "fp32" and question.base.master_weights:
-        yield (
-            _with(question, master_weights=False),
-            Message("plan.cost-pure", precision=question.base.precision),
-        )
-
-
-def _eight_bit(question: Question) -> Iterator[Change]:
-    if question.base.optimizer == "adamw":
-        yield _with(question, optimizer="adamw8bit"), Message("plan.cost-8bit")
-
-
-def _fewer_targets(question: Question) -> Iterator[Change]:
-    lora = question.base.lora
-    names = {
-        tensor.name.split(".")[-2] for block in question.shape.blocks for tensor in block.tensors if "." in tensor.name
-    }
-    if lora is not None and lora.targets is None and set(ATTENTION) <= names:
-        fewer = replace(lora, targets=ATTENTION)
-        yield _with(question, lora=fewer), Message("plan.cost-targets")
-
-
-def _lower_rank(question: Question) -> Iterator[Change]:
-    lora = question.base.lora
-    rank = lora.rank if lora else 0
-    while lora is not None and rank > LEAST_RANK:
-        rank //= 2
-        yield _with(question, lora=replace(lora, rank=rank)), Message("plan.cost-rank", rank=rank, before=lora.rank)
-
-
-def _shorter(question: Question) -> Iterator[Change]:
-    for sequence in shorter_sequences(question):
-        cost = Message("plan.cost-shorter", tokens=sequence, before=question.base.sequence)
-        yield _with(question, sequence=sequence), cost
+def changes(question: Question, name: Allowance) -> Iterator[Change]:
+    """The sizes of a change, the mildest first; none where it means nothing."""
+    base, lora = question.base, question.base.lora
+    match name:
+        case "precision":
+            if base.precision == "fp32":
+                yield _with(question, precision="bf16"), Message("plan.cost-precision")
+        case "8bit-optimizer":
+            if base.optimizer == "adamw":
+                yield _with(question, optimizer="adamw8bit"), Message("plan.cost-8bit")
+        case "lora-rank":
+            rank = lora.rank if lora else 0
+            while lora is not None and rank > LEAST_RANK:
+                rank //= 2
+                cost = Message("plan.cost-rank", rank=rank, before=lora.rank)
+                yield _with(question, lora=replace(lora, rank=rank)), cost
+        case "quantize":
+            if base.method == "lora":
+                yield _with(question, method="qlora"), Message("plan.cost-quantize")
+        case "lora-targets":
+            tensors = [tensor.name for block in question.shape.blocks for tensor in block.tensors if "." in tensor.name]
+            has_attention = set(ATTENTION) <= {tensor.split(".")[-2] for tensor in tensors}
+            if lora is not None and lora.targets is None and has_attention:
+                yield _with(question, lora=replace(lora, targets=ATTENTION)), Message("plan.cost-targets")
+        case "shorter-seq":
+            for sequence in shorter_sequences(question):
+                cost = Message("plan.cost-shorter", tokens=sequence, before=base.sequence)
+                yield _with(question, sequence=sequence), cost
+        case "lora":
+            if base.method == "full" and base.frozen_layers == 0 and base.trains == "all":
+                adapters = question.adapters
+                yield _with(question, method="lora", lora=adapters), Message("plan.cost-lora", rank=adapters.rank)
+        case "skip-data":
+            for sequence in shorter_sequences(question):
+                yield _with(question, sequence=sequence), Message("plan.cost-skip", tokens=sequence)
+        case "pure-16bit":
+            if base.precision != "fp32" and base.master_weights:
+                yield _with(question, master_weights=False), Message("plan.cost-pure", precision=base.precision)
+        case "smaller-model":
+            for shape in smaller_models(question.shape):
+                cost = Message("plan.cost-model", model=shape.name, before=question.shape.name)
+                yield replace(question, shape=shape), cost
 
 
 @lru_cache(maxsize=64)
@@ -184,48 +186,11 @@ def shorter_sequences(question: Question) -> tuple[int, ...]:
     return (low * SHORTEST,)
 
 
-def _quantise(question: Question) -> Iterator[Change]:
-    if question.base.method == "lora":
-        yield _with(question, method="qlora"), Message("plan.cost-quantize")
-
-
-def _adapters(question: Question) -> Iterator[Change]:
-    base = question.base
-    if base.method == "full" and base.frozen_layers == 0 and base.trains == "all":
-        lora = question.adapters
-        yield _with(question, method="lora", lora=lora), Message("plan.cost-lora", rank=lora.rank)
-
-
-def _skip_data(question: Question) -> Iterator[Change]:
-    for sequence in shorter_sequences(question):
-        yield _with(question, sequence=sequence), Message("plan.cost-skip", tokens=sequence)
-
-
-def _smaller(question: Question) -> Iterator[Change]:
-    for shape in smaller_models(question.shape):
-        changed = replace(question, shape=shape)
-        yield changed, Message("plan.cost-model", model=shape.name, before=question.shape.name)
-
-
 def smaller_models(shape: ModelShape) -> list[ModelShape]:
     """The presets of the same family that are smaller, the largest first."""
     presets = [load_model(name) for name in PRESETS]
     same = [other for other in presets if other.model_type == shape.model_type and other.parameters < shape.parameters]
     return sorted((other for other in same if not other.name.startswith("tiny")), key=lambda other: -other.parameters)
-
-
-CHANGES: dict[Allowance, Callable[[Question], Iterator[Change]]] = {
-    "precision": _precision,
-    "8bit-optimizer": _eight_bit,
-    "lora-rank": _lower_rank,
-    "quantize": _quantise,
-    "lora-targets": _fewer_targets,
-    "shorter-seq": _shorter,
-    "lora": _adapters,
-    "skip-data": _skip_data,
-    "pure-16bit": _pure,
-    "smaller-model": _smaller,
-}
 
 
 # --- more GPUs ------------------------------------------------------------------------------------
@@ -236,13 +201,16 @@ def count_gpus(question: Question, *, batch_asked: bool) -> int | None:
 
     An effective batch that was asked for stays, so the GPUs must share it evenly; the usual one grows with them.
     """
-    share = question.effective_batch // question.hardware.world
+    hardware, batch = question.hardware, question.effective_batch
+    # more of the same: in the same machine up to eight, then in more machines, all of them full
+    room = max(FULL_NODE, hardware.gpus_per_node) if hardware.nodes == 1 else hardware.gpus_per_node
+    machines = [replace(hardware, gpus_per_node=gpus) for gpus in range(hardware.gpus_per_node + 1, room + 1)]
+    nodes = range(hardware.nodes + 1, MOST_GPUS // room + 1)
+    machines += [replace(hardware, nodes=count, gpus_per_node=room) for count in nodes]
     larger = [
-        replace(
-            question, hardware=more, effective_batch=question.effective_batch if batch_asked else share * more.world
-        )
-        for more in _more_machines(question.hardware)
-        if not batch_asked or question.effective_batch % more.world == 0
+        replace(question, hardware=more, effective_batch=batch if batch_asked else batch // hardware.world * more.world)
+        for more in machines
+        if not batch_asked or batch % more.world == 0
     ]
     low, high = -1, 0
     while high < len(larger) and not fits_at_all(larger[high]):
@@ -255,11 +223,3 @@ def count_gpus(question: Question, *, batch_asked: bool) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits_at_all(larger[middle]) else (middle, high)
     return larger[high].hardware.world
-
-
-def _more_machines(hardware: Hardware) -> list[Hardware]:
-    """More of the same: in the same machine up to eight, then in more machines, all of them full."""
-    room = max(FULL_NODE, hardware.gpus_per_node) if hardware.nodes == 1 else hardware.gpus_per_node
-    inside = [replace(hardware, gpus_per_node=gpus) for gpus in range(hardware.gpus_per_node + 1, room + 1)]
-    nodes = range(hardware.nodes + 1, MOST_GPUS // room + 1)
-    return [*inside, *(replace(hardware, nodes=count, gpus_per_node=room) for count in nodes)]

@@ -62,12 +62,8 @@ def one_by_one(excess: Excess, low: int, last: int, rise: int) -> int | None:
 
 def _fitting(excess: Excess, last: int, rise: int) -> int | None:
     """Some index that fits, where the last one does not."""
-    falling = excess(last) > rise or (last > 1 and excess(last - 1) > excess(last))
-    return None if falling else _bottom(excess, last)
-
-
-def _bottom(excess: Excess, last: int) -> int | None:
-    """Some index that fits, between the two ends, which do not."""
+    if excess(last) > rise or (last > 1 and excess(last - 1) > excess(last)):
+        return None  # the need falls to the end
     low, high = 1, last
     while low < high:
         middle = (low + high) // 2

@@ -183,10 +183,8 @@ class Ladder:
 
     @property
     def _rise(self) -> int:
-        return (1 + len(self.question.caps)) * self._layer_input_bytes
-
-    @property
-    def _layer_input_bytes(self) -> int:
-        """Generously: in fp32, with what comes out of the layer, twice over."""
+        """A layer's input, generously (in fp32, with what comes out of the layer, twice over), on the card and for
+        each cap."""
         levers = self.corner.rest
-        return 4 * levers.micro_batch * levers.sequence * self.question.shape.hidden_size * FP32
+        layer_input_bytes = 4 * levers.micro_batch * levers.sequence * self.question.shape.hidden_size * FP32
+        return (1 + len(self.question.caps)) * layer_input_bytes

@@ -6,10 +6,10 @@ Which ways are worth showing is decided here too: a table and the sentences unde
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
 
-from tightfit.inputs.flags import checkpointing_word
+from tightfit.inputs.flags import LEVERS, checkpointing_word, flags_from_levers
 from tightfit.job import Job
 from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
@@ -19,7 +19,7 @@ from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
 from tightfit.planner.trainers import NAMES
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import Cause, Checkpointing, Hardware, PhaseName
+from tightfit.types import STRATEGY, Buckets, Cause, Checkpointing, Hardware, PhaseName
 
 MOST_SLOWER = 3
 """Sentences about ways that fit and are slower."""
@@ -50,6 +50,7 @@ PLACES: dict[PhaseName, Message] = {
 }
 NO_LEVER = {"deepspeed_version", "dataloader_workers"}
 """What a job may pin without narrowing the choice."""
+_SAVING = [flag for flag, lever in LEVERS.items() if lever.group == "what saves memory" and flag not in STRATEGY]
 
 
 def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
@@ -97,7 +98,12 @@ def _distance(plan: Plan, way: Way) -> tuple[float, float]:
 
 def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     """What decided the levers of one way."""
-    said: list[Said] = [_margin(way), *explain_calibration(way)]
+    card, need = way.hardware.gpu.memory_bytes, way.footprint.gpu.required_bytes
+    needed, size, spare = amounts(need, card, max(card - need, 1))
+    where = Message("plan.each-gpu") if way.world > 1 else Message("plan.the-gpu")
+    share = (card - need) / card
+    free = Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
+    said: list[Said] = [free, *explain_calibration(way)]
     depth, total = way.levers.checkpointing.layers, question.shape.n_layers
     if "checkpointing" not in question.pinned:
         if depth is not None and 0 < depth < total:
@@ -121,14 +127,6 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
         share = way.pace.causes[largest] / way.pace.step_s
         said.append(Message("plan.largest-cause", step_s=way.pace.step_s, share=share, cause=CAUSES[largest]))
     return tuple(said)
-
-
-def _margin(way: Way) -> Message:
-    card, need = way.hardware.gpu.memory_bytes, way.footprint.gpu.required_bytes
-    needed, size, spare = amounts(need, card, max(card - need, 1))
-    where = Message("plan.each-gpu") if way.world > 1 else Message("plan.the-gpu")
-    share = (card - need) / card
-    return Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
 
 
 def explain_calibration(way: Way) -> tuple[Message, ...]:
@@ -157,43 +155,32 @@ def further(plan: Plan) -> list[Said]:
 
 def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Said, ...]:
     """Every message under the table."""
-    sentences: list[Said] = [*said, *_batch(plan), *question.hardware.because]
-    chosen = plan.chosen
+    job, chosen, sentences = plan.job, plan.chosen, list(said)
+    if job.effective_batch is None and not {"micro_batch", "accum"} <= set(job.levers):
+        per_gpu = plan.effective_batch // plan.hardware.world
+        sentences.append(Message("plan.default-batch", batch=plan.effective_batch, per_gpu=per_gpu))
+    sentences += question.hardware.because
     if chosen is not None:
         sentences += [Message("plan.chosen-way", way=strategy_name(chosen.levers)), *chosen.because]
-        sentences += _explain_left_out(question, chosen)
+        if chosen.levers.optimizer in EIGHT_BIT and question.ours:
+            sentences.append(Message("plan.zero-left-out"))
         sentences += [Message("plan.changes-training", change=change) for change in chosen.changes]
-        sentences += [*_explain_changes(plan, chosen), *_against(plan, chosen), *_cut_off(plan)]
+        others = [way for way in plan.alternatives if _training(way) != _training(chosen)]
+        if chosen.changes and others:
+            nearest = _nearest(min(others, key=lambda way: _distance(plan, way)))
+            sentences.append(Message("plan.nothing-without-change", nearest=nearest))
+        elif not chosen.changes and job.limits.allow:
+            sentences.append(Message("plan.no-change-needed"))
+        sentences += _against(plan, chosen)
+        if is_cut_off(plan) and plan.hours is not None and job.timeout is not None:
+            share = timeout_s(job.timeout) / (3600 * plan.hours)
+            sentences.append(Message("plan.cut-off", limit=job.timeout, time=time_words(plan.hours), share=share))
         sentences += chosen.pace.because
     else:
         sentences += [*_nothing(plan), *(explain_calibration(worth_showing(plan)[0]) if plan.alternatives else ())]
     if question.hardware.host_ram_bytes is None:
         sentences.append(Message("plan.host-ram-unknown"))
     return tuple(dict.fromkeys((*sentences, *plan.unproven)))
-
-
-def _batch(plan: Plan) -> list[Message]:
-    if plan.job.effective_batch is not None or {"micro_batch", "accum"} <= set(plan.job.levers):
-        return []
-    per_gpu = plan.effective_batch // plan.hardware.world
-    return [Message("plan.default-batch", batch=plan.effective_batch, per_gpu=per_gpu)]
-
-
-def _explain_left_out(question: Question, chosen: Way) -> list[Message]:
-    if chosen.levers.optimizer not in EIGHT_BIT or not question.ours:
-        return []
-    return [Message("plan.zero-left-out")]
-
-
-def _explain_changes(plan: Plan, chosen: Way) -> list[Message]:
-    """What there was without the changes; or that none of those allowed was needed."""
-    if not chosen.changes:
-        return [Message("plan.no-change-needed")] if plan.job.limits.allow else []
-    others = [way for way in plan.alternatives if _training(way) != _training(chosen)]
-    if not others:
-        return []
-    nearest = _nearest(min(others, key=lambda way: _distance(plan, way)))
-    return [Message("plan.nothing-without-change", nearest=nearest)]
 
 
 def _against(plan: Plan, chosen: Way) -> list[Message]:
@@ -209,8 +196,35 @@ def _against(plan: Plan, chosen: Way) -> list[Message]:
         elif way.fits and way is not chosen:
             share = way.pace.step_s / chosen.pace.step_s - 1
             much = f"{share:.0%}" if share >= 0.005 else Message("plan.less-than-a-percent")
-            slower.append(Message("plan.fits-too", way=name, much=much, cause=CAUSES[_main_cause(way, chosen)]))
+            more_s = {cause: took - chosen.pace.causes.get(cause, 0.0) for cause, took in way.pace.causes.items()}
+            cause = CAUSES[max(more_s, key=lambda each: more_s[each])]
+            slower.append(Message("plan.fits-too", way=name, much=much, cause=cause))
     return [*faster, *slower[:MOST_SLOWER]]
+
+
+def lever_changes(before: Way, after: Way) -> tuple[str, ...]:
+    """`ZeRO-2 → ZeRO-3`, `checkpointing none → full` …; what changes the result is not among them."""
+    old, new = _words(before), _words(after)
+    both = [name for name in new if name in old]
+    return tuple(f"{name} {old[name]} → {new[name]}".strip() for name in both if old[name] != new[name])
+
+
+def _words(way: Way) -> dict[str, str]:
+    levers, said = way.levers, flags_from_levers(way.levers)
+    has_buckets = levers.stage not in (None, 0)
+    names = [each.name for each in fields(Buckets) if has_buckets or each.name == "pin_memory"]
+    buckets = {}
+    for name in names:
+        value = getattr(levers.buckets, name)
+        word = "DeepSpeed's choice" if value is None else f"{value:,}"
+        buckets[name.replace("_", " ")] = ("on" if value else "off") if isinstance(value, bool) else word
+    return {
+        "": str(strategy_name(levers)),
+        "GPUs": str(way.world),
+        "micro batch × accumulation": f"{levers.micro_batch} × {levers.accumulation}",
+        **{flag: str(said[flag]) for flag in _SAVING},
+        **buckets,
+    }
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -251,16 +265,18 @@ def missing(way: Way) -> Message:
     return said if host is None else Message("plan.leaves-little-and-host", card=said, more=host)
 
 
-def _main_cause(way: Way, chosen: Way) -> Cause:
-    more = {cause: seconds - chosen.pace.causes.get(cause, 0.0) for cause, seconds in way.pace.causes.items()}
-    return max(more, key=lambda cause: more[cause])
-
-
 def _nothing(plan: Plan) -> list[Message]:
     """Nothing fits: how far it is, what would fit, how many GPUs would do."""
     shown = worth_showing(plan)
     sentences = [Message("plan.nothing-free", nearest=_nearest(shown[0])) if shown else Message("plan.no-engine")]
-    sentences += _explain_vain_changes(plan)
+    # what was allowed and did not help: because it means nothing here, or because it is not enough
+    idle = {name: why for name in plan.job.limits.allow if (why := _idle(name, plan.job))}
+    sentences += [Message("plan.allowed-idle", name=name, why=why) for name, why in idle.items()]
+    tried = [name for name in plan.job.limits.allow if name not in idle]
+    if tried:
+        together = " and ".join(tried) if len(tried) < 3 else ", ".join(tried)
+        vain = "plan.allowed-together-in-vain" if len(tried) > 1 else "plan.allowed-in-vain"
+        sentences.append(Message(vain, names=together))
     if plan.remedies:
         first, *rest = plan.remedies
         sentences += [remedy_message("plan.mildest-change", first)]
@@ -287,21 +303,6 @@ def _nearest(way: Way) -> Message:
     if word in ("none", "full"):
         word = Message("plan.checkpointing-none" if word == "none" else "plan.checkpointing-full")
     return Message("plan.nearest-way", way=strategy_name(way.levers), word=word, missing=missing(way))
-
-
-def _explain_vain_changes(plan: Plan) -> list[Message]:
-    """What was allowed and did not help: because it means nothing here, or because it is not enough."""
-    job, idle = plan.job, {}
-    for name in job.limits.allow:
-        if why := _idle(name, job):
-            idle[name] = why
-    tried = [name for name in job.limits.allow if name not in idle]
-    said = [Message("plan.allowed-idle", name=name, why=why) for name, why in idle.items()]
-    if tried:
-        together = " and ".join(tried) if len(tried) < 3 else ", ".join(tried)
-        vain = "plan.allowed-together-in-vain" if len(tried) > 1 else "plan.allowed-in-vain"
-        said.append(Message(vain, names=together))
-    return said
 
 
 def _idle(allowance: str, job: Job) -> Message | None:
@@ -359,13 +360,6 @@ def is_cut_off(plan: Plan) -> bool:
     """Whether the job's own time limit ends before the training does."""
     limit = plan.job.timeout
     return plan.hours is not None and limit is not None and 3600 * plan.hours > timeout_s(limit)
-
-
-def _cut_off(plan: Plan) -> list[Message]:
-    if not is_cut_off(plan) or plan.hours is None or plan.job.timeout is None:
-        return []
-    share = timeout_s(plan.job.timeout) / (3600 * plan.hours)
-    return [Message("plan.cut-off", limit=plan.job.timeout, time=time_words(plan.hours), share=share)]
 
 
 def unproven(hardware: Hardware) -> tuple[Message, ...]:

@@ -138,35 +138,37 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
 
 
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
-    """`most_s`: slower ways than that are of no interest."""
+    """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
+    interest."""
     for levers in _strategies(question):
-        way = _best_of_strategy(question, levers, found, most_s, nearest=nearest)
+        race: list[Runner] = []
+        clock = Clock(question.shape, levers, question.hardware)
+        for corner in _corners(question, levers):
+            if corner.searched:
+                times = clock.times(corner.rest, corner.choice)
+                times = times if question.partial else [times[0], times[-1]]
+            else:
+                times = [pace(question.shape, corner.levers, question.hardware).step_s]
+            found.timed.update(times)
+            race.append((times[0], len(race), corner, times))
+        if min(race, default=(inf,))[0] > most_s + TIE_S:
+            continue
+        ladders = _frugal_ladders(question, [corner for _, _, corner, _ in race])
+        way: Way | None = None
+        if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
+            way = _race(question, race, ladders, found.weighed, most_s)
+        else:
+            closest: Weighed | None = None
+            for ladder in ladders if nearest else ():
+                closest = ladder.nearest(closest)
+            found.weighed.update(size for ladder in ladders for size in ladder.sizes)
+            way = None if closest is None else _way(question, closest.levers, fits=False)
         if way is not None:
             found.ways.append(way)
 
 
 Runner = tuple[float, int, Corner, list[float]]
 """A corner in the race: seconds that it takes at least, its number, and its seconds at every depth."""
-
-
-def _best_of_strategy(
-    question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool
-) -> Way | None:
-    """The fastest that fits, or the one nearest to fitting."""
-    race: list[Runner] = []
-    clock = Clock(question.shape, levers, question.hardware)
-    for corner in _corners(question, levers):
-        times = _times(question, corner, clock)
-        found.timed.update(times)
-        race.append((times[0], len(race), corner, times))
-    if min(race, default=(inf,))[0] > most_s + TIE_S:
-        return None
-    ladders = _frugal_ladders(question, [corner for _, _, corner, _ in race])
-    if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
-        return _race(question, race, ladders, found.weighed, most_s)
-    closest = _nearest(ladders) if nearest else None
-    found.weighed.update(size for ladder in ladders for size in ladder.sizes)
-    return None if closest is None else _way(question, closest.levers, fits=False)
 
 
 def _race(question: Question, race: list[Runner], ladders: list[Ladder], sizes: Sizes, most_s: float) -> Way | None:
@@ -207,7 +209,15 @@ class _Thinkable:
             ladder.sizes = sizes
 
     def depth(self, corner: Corner) -> int | None:
-        buckets = self._smallest(corner.choice.buckets)
+        own, least = corner.choice.buckets, self.least
+        if own not in self.smaller:
+            self.smaller[own] = replace(
+                own,
+                reduce_bucket=least.reduce_bucket,
+                allgather_bucket=least.allgather_bucket,
+                overlap_comm=least.overlap_comm,
+            )
+        buckets = self.smaller[own]
         key = _key(corner, buckets)
         if key not in self.depths:
             choice = corner.choice._replace(buckets=buckets)
@@ -220,12 +230,6 @@ class _Thinkable:
             self.ladders[key] = Ladder(self.question, corner, self.sizes)
         return self.ladders[key]
 
-    def _smallest(self, own: Buckets) -> Buckets:
-        if own not in self.smaller:
-            reduce, allgather, overlaps = self.least.reduce_bucket, self.least.allgather_bucket, self.least.overlap_comm
-            self.smaller[own] = replace(own, reduce_bucket=reduce, allgather_bucket=allgather, overlap_comm=overlaps)
-        return self.smaller[own]
-
 
 _Key = tuple[int, str, str, str, Buckets]
 
@@ -233,14 +237,6 @@ _Key = tuple[int, str, str, str, Buckets]
 def _key(corner: Corner, buckets: Buckets) -> _Key:
     rest, choice = corner.rest, corner.choice
     return rest.micro_batch, rest.loss, choice.attention, choice.scan, buckets
-
-
-def _times(question: Question, corner: Corner, clock: Clock) -> list[float]:
-    """Seconds of a step at every depth of checkpointing, or at the one that is pinned."""
-    if corner.searched:
-        times = clock.times(corner.rest, corner.choice)
-        return times if question.partial else [times[0], times[-1]]
-    return [pace(question.shape, corner.levers, question.hardware).step_s]
 
 
 def _way(question: Question, levers: Levers, *, fits: bool) -> Way:
@@ -254,11 +250,3 @@ def _way(question: Question, levers: Levers, *, fits: bool) -> Way:
         gpu_limit_bytes=question.gpu_limit_bytes,
         correction=correction_of(question, levers),
     )
-
-
-def _nearest(ladders: list[Ladder]) -> Weighed | None:
-    """The one nearest to fitting, of those that hold least. None of them fits."""
-    best: Weighed | None = None
-    for ladder in ladders:
-        best = ladder.nearest(best)
-    return best

@@ -24,10 +24,9 @@ from tightfit.job.fields import FREE_LEVERS
 from tightfit.messages import Message, Said
 from tightfit.planner import answer_question, question_of
 from tightfit.planner.calibration import Place, correct, phase_bytes
-from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Cap, Question
-from tightfit.planner.reasons import remedy_message
+from tightfit.planner.reasons import lever_changes, remedy_message
 from tightfit.planner.search import something_fits
 from tightfit.planner.tier_values import TIERS
 from tightfit.priced import amounts
@@ -148,6 +147,9 @@ def _job_so_far(last: Plan) -> Job:
 def _variants(last: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> Iterator[Question]:
     """What to ask, one after another, until something fits."""
     way, shortfall = tried[-1].way, tried[-1].shortfall
+    # whether it is the engine that has memory locked; offloaded activations always are
+    places = {way.levers.offload_optimizer, way.levers.offload_param}
+    locks = places != {"none"} and not way.levers.checkpointing.offload
     question = same_training_question(last, bounds)
     caps = [_caps(each, tried[:number], bounds) for number, each in enumerate(tried)]
     every = replace(question, caps=tuple(cap for found in caps for cap in found))
@@ -157,16 +159,10 @@ def _variants(last: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> Iterator[
         return
     if shortfall.reason != "pinned":
         yield every
-    elif way.levers.buckets.pin_memory and _locks(way):
+    elif way.levers.buckets.pin_memory and locks:
         earlier = tuple(cap for found in caps[:-1] for cap in found)
         yield replace(question, base=pageable, caps=earlier)
     yield replace(every, base=pageable)
-
-
-def _locks(way: Way) -> bool:
-    """Whether it is the engine that has memory locked; offloaded activations always are."""
-    levers = way.levers
-    return {levers.offload_optimizer, levers.offload_param} != {"none"} and not levers.checkpointing.offload
 
 
 def same_training_question(last: Plan, bounds: Bounds) -> Question:
@@ -221,15 +217,30 @@ def _describe_step(last: Plan, answer: Plan, bounds: Bounds, tried: tuple[Tried,
     way = replace(way, changes=(*failed.way.changes, *new), skips_long=way.skips_long or failed.way.skips_long)
     held, now = _held_bytes(failed.way, failed.shortfall, bounds), _held_bytes(way, failed.shortfall, bounds)
     changed = (*lever_changes(failed.way, way), *new)
-    because: tuple[Message, ...] = (
-        _missing(failed.shortfall),
-        *_less(failed.shortfall, margin_bytes(failed, tried[:-1], bounds), held, now),
-        Message("plan.what-changes", changes="; ".join(map(str, changed))),
-        _slower(failed.way, way),
-        *_pageable(failed.way, way),
-    )
-    plan = replace(answer, job=last.job, chosen=way, because=(*because, *_rest(answer.because)))
-    return StepDown(plan=plan, because=because, changed=changed, less_bytes=held - now)
+    because = [_missing(failed.shortfall)]
+    if held > now:  # otherwise it is the same pages, not locked any more
+        margin = margin_bytes(failed, tried[:-1], bounds)
+        less, before, after, said_margin = amounts(held - now, held, now, max(1, margin))
+        enough: Said = ""
+        if held - now >= failed.shortfall.missing_bytes + margin:
+            asked = "plan.missing-and-margin" if failed.shortfall.missing_bytes else "plan.margin-alone"
+            enough = Message(asked, margin=said_margin)
+        where = Message("plan.on-a-gpu" if failed.shortfall.where == "gpu" else "plan.on-a-node")
+        because.append(Message("plan.predicts-less", less=less, where=where, after=after, before=before, enough=enough))
+    because.append(Message("plan.what-changes", changes="; ".join(map(str, changed))))
+    share = way.pace.step_s / failed.way.pace.step_s - 1
+    if abs(share) < 0.005:
+        because.append(Message("plan.as-fast"))
+    else:
+        because.append(Message("plan.step-slower" if share > 0 else "plan.step-faster", share=abs(share)))
+    if failed.way.levers.buckets.pin_memory and not way.levers.buckets.pin_memory:
+        because.append(Message("plan.not-locked"))
+    rest = list(answer.because)
+    for index, said in enumerate(rest):  # what only a failure rules out is said so
+        if isinstance(said, Message) and said.fields.get("missing") == Message("plan.does-not-fit"):
+            rest[index] = Message("plan.faster-but-too-much", way=said.fields["way"])
+    plan = replace(answer, job=last.job, chosen=way, because=(*because, *rest))
+    return StepDown(plan=plan, because=tuple(because), changed=changed, less_bytes=held - now)
 
 
 def _missing(shortfall: Shortfall) -> Message:
@@ -246,48 +257,14 @@ def _missing(shortfall: Shortfall) -> Message:
     return Message(where, place=place, lacked=lacked)
 
 
-def _less(shortfall: Shortfall, margin_bytes: int, held: int, now: int) -> list[Message]:
-    if held - now <= 0:  # the same pages, not locked any more
-        return []
-    less, before, after, margin = amounts(held - now, held, now, max(1, margin_bytes))
-    enough: Said = ""
-    if held - now >= shortfall.missing_bytes + margin_bytes:
-        asked = "plan.missing-and-margin" if shortfall.missing_bytes else "plan.margin-alone"
-        enough = Message(asked, margin=margin)
-    where = Message("plan.on-a-gpu" if shortfall.where == "gpu" else "plan.on-a-node")
-    return [Message("plan.predicts-less", less=less, where=where, after=after, before=before, enough=enough)]
-
-
-def _slower(before: Way, after: Way) -> Message:
-    share = after.pace.step_s / before.pace.step_s - 1
-    if abs(share) < 0.005:
-        return Message("plan.as-fast")
-    return Message("plan.step-slower" if share > 0 else "plan.step-faster", share=abs(share))
-
-
-def _pageable(before: Way, after: Way) -> list[Message]:
-    if not before.levers.buckets.pin_memory or after.levers.buckets.pin_memory:
-        return []
-    return [Message("plan.not-locked")]
-
-
-def _rest(because: tuple[Said, ...]) -> Iterator[Said]:
-    """What is said under the plan; what only a failure rules out is said so."""
-    for said in because:
-        if isinstance(said, Message) and said.fields.get("missing") == Message("plan.does-not-fit"):
-            yield Message("plan.faster-but-too-much", way=said.fields["way"])
-        else:
-            yield said
-
-
 def _no_way(last: Plan, answer: Plan, question: Question, failed: Tried, margin: int) -> NoWay:
     needed = max(1, failed.shortfall.missing_bytes + margin)
-    said = [
-        _missing(failed.shortfall),
-        Message("plan.no-other-way", size=amounts(needed)[0]),
-        *_without_pins(last, question),
-        *(remedy_message("plan.change-would-help", remedy) for remedy in answer.remedies),
-    ]
+    said = [_missing(failed.shortfall), Message("plan.no-other-way", size=amounts(needed)[0])]
+    pins = [name for name in _job_so_far(last).levers if name in NARROWING]
+    if pins and something_fits(unpin(question)):  # what the user pinned is all that is in the way
+        names = " and ".join(map(spelt, pins)) if len(pins) < 3 else ", ".join(map(spelt, pins))
+        said.append(Message("plan.without-pins", names=names, count=len(pins)))
+    said += [remedy_message("plan.change-would-help", remedy) for remedy in answer.remedies]
     if not answer.remedies:
         said.append(Message("plan.no-change-helps"))
     if answer.gpus_needed is not None:
@@ -298,12 +275,3 @@ def _no_way(last: Plan, answer: Plan, question: Question, failed: Tried, margin:
 def unpin(question: Question) -> Question:
     """The same with every free lever free."""
     return replace(question, pinned=question.pinned - {*NARROWING, "accumulation", "buckets"})
-
-
-def _without_pins(last: Plan, question: Question) -> list[Message]:
-    """What the user pinned, where that is all that is in the way."""
-    pins = [name for name in _job_so_far(last).levers if name in NARROWING]
-    if not pins or not something_fits(unpin(question)):
-        return []
-    names = " and ".join(spelt(name) for name in pins) if len(pins) < 3 else ", ".join(map(spelt, pins))
-    return [Message("plan.without-pins", names=names, count=len(pins))]

@@ -185,35 +185,23 @@ def apply_tier(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str
         if job.method == "full":
             changes["lora"] = job.lora
             costs.append(Message("plan.tier-adapters", rank=job.lora.rank))
-    own = tier.levers() | _engine_for_states(tier, job, hardware)
+    own = tier.levers()
+    kept = tier.engine in BY_PARAMETER or tier.offload_optimizer != "none"
+    if job.optimizer in EIGHT_BIT and not kept and job.trainer == "tightfit":
+        # The tier's engine could not save 8-bit states. A tier that has states on the host stays as it is: 8-bit ones
+        # cannot go there. Other trainers save them in a way of their own.
+        own["engine"] = "fsdp2" if has_fsdp2(hardware) else "zero0"
     pins = {key: value for key, value in own.items() if f"levers.{key}" not in explicit}
     levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
     changes["levers"] = levers
     if "effective_batch" in explicit and job.effective_batch is not None:
-        changes["levers"] = _keep_batch(levers, job.effective_batch, hardware.world, explicit)
+        share, rest = divmod(job.effective_batch, hardware.world)
+        if "levers.accum" not in explicit and not rest:  # the tier's accumulation follows, then its micro batch
+            most = min(int(levers["micro_batch"]), max(share, 1))
+            micro = next(size for size in range(most, 0, -1) if share % size == 0)
+            changes["levers"] = {**levers, "micro_batch": micro, "accum": share // micro}
     else:
         batch = int(levers["micro_batch"]) * int(levers["accum"]) * hardware.world
         changes["effective_batch"] = batch
         costs.append(Message("plan.tier-batch", batch=batch))
     return replace(job, **changes), tuple(costs)
-
-
-def _engine_for_states(tier: Tier, job: Job, hardware: Hardware) -> dict[str, Any]:
-    """Another engine than the tier's, where the job's optimizer has states that the tier's could not save.
-
-    A tier that has them on the host stays as it is: 8-bit ones cannot go there. Other trainers save them in a way of
-    their own.
-    """
-    kept = tier.engine in BY_PARAMETER or tier.offload_optimizer != "none"
-    if job.optimizer not in EIGHT_BIT or kept or job.trainer != "tightfit":
-        return {}
-    return {"engine": "fsdp2" if has_fsdp2(hardware) else "zero0"}
-
-
-def _keep_batch(levers: dict[str, Any], batch: int, world: int, explicit: frozenset[str]) -> dict[str, Any]:
-    """The asked batch wins: the tier's accumulation follows it, then its micro batch."""
-    share = batch // world
-    if "levers.accum" in explicit or batch % world:
-        return levers
-    micro = next(size for size in range(min(int(levers["micro_batch"]), max(share, 1)), 0, -1) if share % size == 0)
-    return {**levers, "micro_batch": micro, "accum": share // micro}

@@ -70,18 +70,31 @@ def plan_tier(
         found = _plan_with(tier, job, shape, hardware, explicit, advised)
         if found.fits:
             break
-    said = _explain_other_tier(hardware, found) if name == "auto" else ()
-    return replace(found, free=free, because=(*said, *_instead(free)))
-
-
-def _explain_other_tier(hardware: Hardware, found: Tiered) -> tuple[Said, ...]:
-    """Which tier the card alone would get, and why it is another."""
-    usual, sentence = by_memory(hardware)
-    if found.tier is usual:
-        return (sentence,)
-    if found.fits:
-        return (sentence, Message("plan.tier-next", name=usual.name, next=found.tier.name))
-    return (sentence, Message("plan.no-tier-holds", name=usual.name))
+    said: list[Said] = []
+    if name == "auto":  # which tier the card alone would get, and why it is another
+        usual, sentence = by_memory(hardware)
+        said.append(sentence)
+        if found.tier is not usual and found.fits:
+            said.append(Message("plan.tier-next", name=usual.name, next=found.tier.name))
+        elif found.tier is not usual:
+            said.append(Message("plan.no-tier-holds", name=usual.name))
+    way = free.chosen
+    if way is None:
+        said.append(Message("plan.free-search-nothing"))
+    else:
+        said.append(
+            Message(
+                "plan.free-search",
+                sequence=way.levers.sequence,
+                batch=free.effective_batch,
+                way=strategy_name(way.levers),
+                micro_batch=way.levers.micro_batch,
+                accumulation=way.levers.accumulation,
+                tokens=way.pace.tokens_per_s,
+                size=way.footprint.gpu.required_bytes / GIB,
+            )
+        )
+    return replace(found, free=free, because=tuple(said))
 
 
 def all_tiers(
@@ -107,31 +120,10 @@ def _plan_with(
     try:
         changed, costs = apply_tier(tier, job, hardware, explicit)
         answer = plan_within(bounds, changed, shape, hardware)
-        return Tiered(tier=tier, plan=_with_costs(answer, costs), costs=costs)
+        # each of its ways says what the tier changes, so that files and JSON know it without the tier
+        ways = [replace(way, changes=(*costs, *way.changes)) for way in answer.alternatives]
+        chosen = answer.chosen and replace(answer.chosen, changes=(*costs, *answer.chosen.changes))
+        answer = replace(answer, chosen=chosen, alternatives=tuple(ways))
+        return Tiered(tier=tier, plan=answer, costs=costs)
     except UserError as error:
         return Tiered(tier=tier, plan=None, problem=str(error))
-
-
-def _with_costs(answer: Plan, costs: tuple[Said, ...]) -> Plan:
-    """Each of its ways says what the tier changes, so that files and JSON know it without the tier."""
-    ways = [replace(way, changes=(*costs, *way.changes)) for way in answer.alternatives]
-    chosen = answer.chosen and replace(answer.chosen, changes=(*costs, *answer.chosen.changes))
-    return replace(answer, chosen=chosen, alternatives=tuple(ways))
-
-
-def _instead(free: Plan) -> tuple[Said, ...]:
-    if free.chosen is None:
-        return (Message("plan.free-search-nothing"),)
-    way = free.chosen
-    return (
-        Message(
-            "plan.free-search",
-            sequence=way.levers.sequence,
-            batch=free.effective_batch,
-            way=strategy_name(way.levers),
-            micro_batch=way.levers.micro_batch,
-            accumulation=way.levers.accumulation,
-            tokens=way.pace.tokens_per_s,
-            size=way.footprint.gpu.required_bytes / GIB,
-        ),
-    )

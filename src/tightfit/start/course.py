@@ -18,8 +18,8 @@ from tightfit.inputs.surroundings import cache_folder
 from tightfit.messages import Listing, Message, Said, text
 from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
-from tightfit.planner.lever_changes import lever_changes
 from tightfit.planner.plan import Bounds, Plan
+from tightfit.planner.reasons import lever_changes
 from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, step_down
 from tightfit.planner.way_up import room_above
 from tightfit.priced import strategy_name
