@@ -9,6 +9,7 @@ from __future__ import annotations
 from tightfit.memory import host, overhead, zero3, zero12
 from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import Components, MemoryJob, combine, make_job, worst
+from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
@@ -42,14 +43,22 @@ def estimate(
     engine = ENGINES[levers.engine]
     components = {"init": engine.initialise(job), **engine.passes(job), "step": engine.step(job)}
     components["eval"] = _evaluation(job, components["step"])
-    components["save"] = combine(
-        _resting(job, components["step"]), {"temporaries": job.workspaces + _count_unpacking_bytes(job)}
-    )
-    phases = {name: Phase(name, _sort(parts)) for name, parts in components.items()}
+    # saving copies parts to the host in pieces; what is stored as it lies needs nothing more on the GPU
+    rounded = levers.is_fsdp2 and levers.precision != "fp32" and levers.master_weights
+    unpacking = overhead.SAVED_PIECE_BYTES // 2 if rounded else 0
+    if levers.optimizer in EIGHT_BIT:
+        unpacking = overhead.SAVED_PIECE_BYTES
+    components["save"] = combine(_resting(job, components["step"]), {"temporaries": job.workspaces + unpacking})
+    phases = {
+        name: Phase(name, {part: parts[part] for part in DRAWN if parts.get(part)})
+        for name, parts in components.items()
+    }
     peak_phase = max(TRAINING, key=lambda name: phases[name].total_bytes)
     peak, init = phases[peak_phase].total_bytes, phases["init"].total_bytes
     extra = overhead.beside(max(peak, init), world, gpu)
     per_node = min(world, hardware.gpus_per_node if hardware else world)
+    on_host = {name: Phase(name, parts) for name, parts in host.phases(job).items()}
+    per_rank = max(phase.total_bytes for phase in on_host.values())
     return Footprint(
         gpu=GpuFootprint(
             phases=phases,
@@ -59,7 +68,12 @@ def estimate(
             required_bytes=max(peak, init) + sum(extra.values()),
             overhead=extra,
         ),
-        host=_host(job, per_node),
+        host=HostFootprint(
+            phases=on_host,
+            peak_bytes_per_rank=per_rank,
+            peak_bytes_per_node=per_rank * per_node,
+            nvme_bytes_per_node=host.nvme_bytes(job) * per_node if levers.stage == 3 else 0,
+        ),
         trainable_parameters=job.weights.trainable_numel,
         because=(
             *overhead.reasons(phases, peak_phase, zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()),
@@ -74,14 +88,6 @@ def _resting(job: MemoryJob, step: Components) -> Components:
     return {name: size for name, size in step.items() if name not in gone}
 
 
-def _count_unpacking_bytes(job: MemoryJob) -> int:
-    """Saving copies parts to the host in pieces. What is stored as it lies needs nothing more on the GPU."""
-    if "8bit" in job.levers.optimizer:
-        return overhead.SAVED_PIECE_BYTES
-    rounded = job.levers.is_fsdp2 and job.levers.precision != "fp32" and job.levers.master_weights
-    return overhead.SAVED_PIECE_BYTES // 2 if rounded else 0
-
-
 def _evaluation(job: MemoryJob, step: Components) -> Components:
     """A forward pass that keeps nothing, then the logits."""
     passing: Components = {"recompute": job.acts.evaluation}
@@ -91,19 +97,3 @@ def _evaluation(job: MemoryJob, step: Components) -> Components:
         passing["gathered_weights"] = whole.forward * job.weights.width
         logits["gathered_weights"] = whole.loss * job.weights.width
     return combine(_resting(job, step), worst(passing, logits), {"temporaries": job.workspaces})
-
-
-def _sort(parts: Components) -> Components:
-    return {name: parts[name] for name in DRAWN if parts.get(name)}
-
-
-def _host(job: MemoryJob, per_node: int) -> HostFootprint:
-    parts = host.phases(job)
-    phases = {name: Phase(name, components) for name, components in parts.items()}
-    peak = max(phase.total_bytes for phase in phases.values())
-    return HostFootprint(
-        phases=phases,
-        peak_bytes_per_rank=peak,
-        peak_bytes_per_node=peak * per_node,
-        nvme_bytes_per_node=host.nvme_bytes(job) * per_node if job.levers.stage == 3 else 0,
-    )

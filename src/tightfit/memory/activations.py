@@ -57,13 +57,12 @@ def activations(shape: ModelShape, levers: Levers, gpu: Gpu | None = None) -> Ac
     return activations_at(levers.checkpointing, shape, setting, levers.frozen_layers, levers.loss == "fused")
 
 
-def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
-    return _activations(shape, setting, depth.layers, depth.offload, frozen, fused)
-
-
 def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
     lora = weights_of.effective_lora(levers)
     width = WIDTH[levers.precision]
+    arch = gpu.arch if gpu else None
+    number = arch[3:].rstrip("a") if arch and arch.startswith("sm_") else ""
+    before_ampere = number.isdigit() and int(number) < 80  # flash attention needs sm_80
     return Setting(
         micro_batch=levers.micro_batch,
         sequence=levers.sequence,
@@ -82,29 +81,17 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
-        prefers_cudnn=levers.precision != "fp32" and _has_cudnn_first(gpu),
-        flash_capable=levers.precision != "fp32" and not _before_ampere(gpu),
+        # `check_prefer_cudnn_attention`; a card that is not known may be such a one, which holds the more
+        prefers_cudnn=levers.precision != "fp32" and arch in (None, "sm_90", "sm_90a", "sm_100", "sm_100a"),
+        flash_capable=levers.precision != "fp32" and not before_ampere,
     )
 
 
-def _has_cudnn_first(gpu: Gpu | None) -> bool:
-    """`check_prefer_cudnn_attention`. A card that is not known may be such a one, which holds the more."""
-    return gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_100a")
-
-
-def _before_ampere(gpu: Gpu | None) -> bool:
-    """Flash attention needs sm_80; earlier cards take torch's other kernels."""
-    arch = gpu.arch if gpu else None
-    return bool(arch and arch.startswith("sm_") and arch[3:].rstrip("a").isdigit() and int(arch[3:].rstrip("a")) < 80)
-
-
 @lru_cache(maxsize=256)
-def _activations(
-    shape: ModelShape, setting: Setting, recompute: int | None, offload: bool, frozen: int, fused: bool
-) -> Activations:
+def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
     head = head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied))
-    recomputing = shape.n_layers if recompute is None else recompute
-    layers = _layers(shape, setting, recomputing, offload, frozen)
+    recomputing = shape.n_layers if depth.layers is None else depth.layers
+    layers = _layers(shape, setting, recomputing, depth.offload, frozen)
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     top = costs[shape.pattern[-1]]
     masks = _masks(shape, setting)

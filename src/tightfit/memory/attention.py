@@ -264,7 +264,12 @@ def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
     if shape.softcap:
         scores = ops.times_constant(ops.output_saving(ops.times_constant(scores)))
     scores = ops.plus_constant(scores)  # the mask
-    weights = _softmax(ops, scores, pairs, fp32=not _is_gpt2(ops))
+    if "attn.c_attn.weight" in ops.tensors:  # gpt2 stays in the working precision
+        weights = ops.output_saving(scores)
+    else:
+        softmax = ops.output_saving(ops.cast(scores, pairs, FP32))
+        tape.hold(scores)
+        weights = ops.cast(softmax, pairs, setting.width)
     if shape.dropout:
         weights = ops.dropout(weights)
     value = value if value is not v else _by_head(ops, value)
@@ -273,20 +278,6 @@ def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
     context = tape.op((mixed,), q.size)  # transpose(1, 2).contiguous()
     tape.hold(*repeated)
     return context
-
-
-def _is_gpt2(ops: Operations) -> bool:
-    return "attn.c_attn.weight" in ops.tensors
-
-
-def _softmax(ops: Operations, scores: Slot, pairs: int, *, fp32: bool) -> Slot:
-    """softmax(dtype=float32).to(dtype); gpt2 stays in the working precision."""
-    if not fp32:
-        return ops.output_saving(scores)
-    wide = ops.cast(scores, pairs, FP32)
-    softmax = ops.output_saving(wide)
-    ops.tape.hold(scores)
-    return ops.cast(softmax, pairs, ops.setting.width)
 
 
 def _by_head(ops: Operations, x: Slot) -> Slot:

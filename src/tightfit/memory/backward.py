@@ -37,27 +37,8 @@ class Peak(NamedTuple):
 NOTHING = Peak(0, 0, 0, 0, 0)
 
 
-class Arrivals(NamedTuple):
-    """A layer's gradients."""
-
-    each: tuple[tuple[int, int, int, int], ...]
-    """Elements, bytes, what is held beside it as it arrives, and in whose turn that is."""
-    total: int
-    """Elements."""
-    largest: int
-
-
-def _arrivals(acts: Activations) -> dict[int, Arrivals]:
-    """By the identity of a layer's cost, of which there are few kinds."""
-    costs = {id(moment.cost): moment.cost for moment in acts.moments}
-    width, found = acts.setting.width, {}
-    for kind, cost in costs.items():
-        counts = [grad // width for grad, _ in cost.arrivals]
-        whose = cost.arrives_in or (0,) * len(counts)
-        arriving = zip(counts, cost.arrivals, whose, strict=True)
-        each = tuple([(count, grad, live, module) for count, (grad, live), module in arriving])
-        found[kind] = Arrivals(each, sum(counts), max(counts, default=0))
-    return found
+_Arrival = tuple[int, int, int, int]
+"""Of one gradient: elements, bytes, what is held beside it as it arrives, and in whose turn that is."""
 
 
 @lru_cache(maxsize=1024)
@@ -155,7 +136,8 @@ def peak_with_buckets(
     if fused <= bucket:  # the first to come; a larger one leaves by itself, when the final norm's comes
         fill = largest = fused
         place -= fused
-    kinds = _arrivals(acts)
+    kinds: dict[int, tuple[list[_Arrival], int, int]] = {}
+    """By the identity of a layer's cost, of which there are few kinds: its gradients, their elements, and the most."""
     best, highest = NOTHING, 0
     known: _Known = {}
     for moment in acts.moments:
@@ -163,21 +145,28 @@ def peak_with_buckets(
         total = moment.kept + working + tied_grad + oversized + whole
         if total > highest:
             highest, best = total, Peak(moment.kept, working, tied_grad + oversized, 0, whole)
-        coming = kinds[id(moment.cost)]
-        if not head and fill + coming.total <= bucket:  # none of them overflows it
-            fill += coming.total
-            place -= coming.total
-            largest = max(largest, coming.largest)
+        cost = moment.cost
+        if id(cost) not in kinds:
+            counts = [grad // width for grad, _ in cost.arrivals]
+            whose = cost.arrives_in or (0,) * len(counts)
+            arriving = zip(counts, cost.arrivals, whose, strict=True)
+            coming = [(count, grad, live, module) for count, (grad, live), module in arriving]
+            kinds[id(cost)] = coming, sum(counts), max(counts, default=0)
+        coming, elements, most = kinds[id(cost)]
+        if not head and fill + elements <= bucket:  # none of them overflows it
+            fill += elements
+            place -= elements
+            largest = max(largest, most)
             continue
-        turns = () if gathered is None else turns_of(moment.cost.modules, gathered.called[moment.layer], "backward")
+        turns = () if gathered is None else turns_of(cost.modules, gathered.called[moment.layer], "backward")
         whole = 0 if gathered is None else gathered.gradients[moment.layer] * width
-        groups = [(moment.kept, turns, whole, coming.each)]
+        groups = [(moment.kept, turns, whole, coming)]
         if head:
             whole = 0 if gathered is None else gathered.loss * width
-            groups, head = [(acts.kept, (), whole, ((head // width, head, 0, 0),)), *groups], 0
+            groups, head = [(acts.kept, (), whole, [(head // width, head, 0, 0)]), *groups], 0
         for kept, turns_now, most_whole, each in groups:
-            for count, grad, live, whose in each:
-                whole_now = turns_now[whose][1] * width if turns_now else most_whole
+            for count, grad, live, turn in each:
+                whole_now = turns_now[turn][1] * width if turns_now else most_whole
                 if fill + count > bucket:
                     copy = fill * width if lone_copy or not oversized else 0
                     if owners and owners.is_one(place, start):

@@ -31,8 +31,9 @@ class Group(NamedTuple):
     largest: int = 0
     """Of its parameters."""
 
-    def whole(self, width: int, trainable_width: int) -> int:
-        return self.trainable * trainable_width + self.frozen * width + self.packed // 2
+    def whole(self, width: int) -> int:
+        """Bytes. Adapters too are gathered in the working precision."""
+        return (self.trainable + self.frozen) * width + self.packed // 2
 
 
 class Gather(NamedTuple):
@@ -57,20 +58,39 @@ def passes(job: MemoryJob) -> dict[PhaseName, Components]:
 
 
 def at_the_loss(job: MemoryJob) -> Components:
-    gathers = [_gather(job, group) for group in _groups_of(job)]
-    return combine(_persistent(job), {"gradients": _earlier(job)}, _loss(job, *gathers))
+    """A head of its own is whole while it runs, which covers the fused loss and not the plain one, and is gathered once
+    more when its backward pass begins. A tied one is the root's, whose backward pass begins with the loss and fetches
+    the last layer's buffer at once."""
+    embedding, layer, head = [_gather(job, group) for group in _groups_of(job)]
+    cost, tied, plain = job.acts.head, job.shape.tied, job.levers.loss == "plain"
+    norm, root = cost.saved_norm, embedding.whole + layer.buffer
+    own = head.buffer + (0 if plain else head.whole)
+    moments: list[Components] = [
+        {"activations": norm, "logits": cost.forward_logits, "gathered_weights": root if tied else own},
+        {"activations": norm, "logits": cost.backward_logits, "gathered_weights": root if tied else 0},
+    ]
+    if not tied:
+        logits = job.acts.setting.tokens * job.shape.vocab_size * job.weights.width
+        moments.append(
+            {
+                "activations": norm,
+                "logits": cost.arriving + (logits if plain else 0),
+                "gathered_weights": head.whole + max(head.arriving, layer.buffer),
+            }
+        )
+    return combine(_persistent(job), {"gradients": _earlier(job)}, worst(*moments))
 
 
 def at_the_top(job: MemoryJob) -> Components:
     embedding, layer, head = _groups_of(job)
-    width, compute = job.weights.width, _compute_width(job)
-    root = embedding.whole(width, compute) if job.shape.tied else 0
+    width = job.weights.width
+    root = embedding.whole(width) if job.shape.tied else 0
     return combine(
         _persistent(job),
         {
             "gradients": _earlier(job),
             "buckets": 0 if job.shape.tied else head.trainable * FP32,
-            "gathered_weights": root + layer.whole(width, compute),
+            "gathered_weights": root + layer.whole(width),
         },
     )
 
@@ -85,8 +105,8 @@ def _groups_of(job: MemoryJob) -> tuple[Group, Group, Group]:
 
 
 def _gather(job: MemoryJob, group: Group) -> Gather:
-    width = _compute_width(job)
-    whole = group.whole(job.weights.width, width)
+    width = job.weights.width
+    whole = group.whole(width)
     if job.world > 1:
         return Gather(whole, whole, whole)
     shard = _shard_width(job)
@@ -109,34 +129,6 @@ def _forward(job: MemoryJob, embedding: Gather, layer: Gather, head: Gather) -> 
         top = layer.buffer + head.whole + head.arriving
         moments.append(kept_for_backward(acts) | {"recompute": acts.stream, "gathered_weights": top})
     return worst(*moments)
-
-
-def _loss(job: MemoryJob, embedding: Gather, layer: Gather, head: Gather) -> Components:
-    """A head of its own is whole while it runs, which covers the fused loss and not the plain one, and is gathered once
-    more when its backward pass begins. A tied one is the root's, whose backward pass begins with the loss and fetches
-    the last layer's buffer at once."""
-    cost, tied, plain = job.acts.head, job.shape.tied, job.levers.loss == "plain"
-    norm, root = cost.saved_norm, embedding.whole + layer.buffer
-    own = head.buffer + (0 if plain else head.whole)
-    moments: list[Components] = [
-        {"activations": norm, "logits": cost.forward_logits, "gathered_weights": root if tied else own},
-        {"activations": norm, "logits": cost.backward_logits, "gathered_weights": root if tied else 0},
-    ]
-    if not tied:
-        logits = job.acts.setting.tokens * job.shape.vocab_size * job.weights.width
-        moments.append(
-            {
-                "activations": norm,
-                "logits": cost.arriving + (logits if plain else 0),
-                "gathered_weights": head.whole + max(head.arriving, layer.buffer),
-            }
-        )
-    return worst(*moments)
-
-
-def _compute_width(job: MemoryJob) -> int:
-    """Adapters too are gathered in the working precision."""
-    return job.weights.width
 
 
 def _shard_width(job: MemoryJob) -> int:
@@ -164,27 +156,24 @@ def _groups(
     before, after = [t.numel for t in shape.before], [t.numel for t in shape.after]
     below = Group(*((sum(before), 0) if embedding else (0, sum(before))), 0, max(before, default=0))
     above = Group(*((sum(after), 0) if base else (0, sum(after))), 0, max(after, default=0))
-    return below, max(layers, key=lambda group: group.whole(2, 2)), above
+    return below, max(layers, key=lambda group: group.whole(2)), above
 
 
 def _persistent(job: MemoryJob) -> Components:
     weights, levers = job.weights, job.levers
-    own = share(weights.trainable_numel, job.world)
     if levers.offload_param != "none":
         return {"temporaries": job.workspaces}
+    own, width = share(weights.trainable_numel, job.world), _shard_width(job)
+    if levers.optimizer in EIGHT_BIT:  # those of each shard on its own: our worker hands bitsandbytes the local tensors
+        states = eight_bit_states(levers.optimizer, weights.trainable, job.world).gpu
+    else:
+        states = state_bytes(levers.optimizer, own, width, flat=False)
     frozen = share(weights.frozen_bytes - weights.scales_bytes, job.world) + weights.scales_bytes
     return {
-        "weights": frozen + own * _shard_width(job),
-        "optimizer_states": _states(job, own),
+        "weights": frozen + own * width,
+        "optimizer_states": states,
         "temporaries": job.workspaces,
     }
-
-
-def _states(job: MemoryJob, own: int) -> int:
-    """8-bit ones are those of each shard on its own: our worker hands bitsandbytes the local tensors."""
-    if job.levers.optimizer in EIGHT_BIT:
-        return eight_bit_states(job.levers.optimizer, job.weights.trainable, job.world).gpu
-    return state_bytes(job.levers.optimizer, own, _shard_width(job), flat=False)
 
 
 def _own_grads(job: MemoryJob) -> int:
@@ -200,10 +189,10 @@ def _earlier(job: MemoryJob) -> int:
 def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Components:
     """The top layer with everything kept, or the embedding at the end with all gradients there."""
     acts, width, tied = job.acts, job.weights.width, job.shape.tied
-    compute, shard = _compute_width(job), _shard_width(job)
+    shard = _shard_width(job)
     offloaded = job.levers.offload_param != "none"
-    root = embedding.whole(width, compute) if tied else 0
-    own = layer.whole(width, compute)
+    root = embedding.whole(width) if tied else 0
+    own = layer.whole(width)
     ahead, last_ahead = _gather(job, layer).buffer, _gather(job, embedding).buffer
     earlier = _earlier(job)
     reducing = 0 if tied else head.trainable * FP32  # the group above is still being reduced
@@ -221,7 +210,7 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
         reducing = layer.trainable * FP32
     # A gradient goes when it is in the buffer, before this rank's part of it comes; but of several ranks each has the
     # group's last one in a variable of `foreach_reduce`, and the embedding is alone in its group.
-    last = embedding.trainable * compute
+    last = embedding.trainable * width
     if job.world == 1 and not (earlier or offloaded):
         last = max(last - embedding.trainable * shard, 0)
     return worst(
@@ -242,14 +231,11 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
 
 
 def step(job: MemoryJob) -> Components:
-    return combine(_persistent(job), _step(job))
-
-
-def _step(job: MemoryJob) -> Components:
     if job.levers.offload_param != "none":
-        return {}
+        return combine(_persistent(job))
     largest = share(job.weights.largest_trainable, job.world)
-    return {"gradients": _own_grads(job), "temporaries": step_temporary(job.levers.optimizer, largest)}
+    updating = {"gradients": _own_grads(job), "temporaries": step_temporary(job.levers.optimizer, largest)}
+    return combine(_persistent(job), updating)
 
 
 def initialise(job: MemoryJob) -> Components:
@@ -257,9 +243,6 @@ def initialise(job: MemoryJob) -> Components:
         return building(job)
     # `to_empty` makes a tied weight once for each module that has it; our worker makes it but once
     tied = job.built_whole and job.shape.tied and job.levers.offload_param == "none"
-    twice = share(job.shape.before[0].numel, job.world) * _embedding_width(job) if tied else 0
+    width = _shard_width(job) if job.trains_embedding else job.weights.width
+    twice = share(job.shape.before[0].numel, job.world) * width if tied else 0
     return _persistent(job) | {"optimizer_states": 0, "temporaries": twice}
-
-
-def _embedding_width(job: MemoryJob) -> int:
-    return _shard_width(job) if job.trains_embedding else job.weights.width

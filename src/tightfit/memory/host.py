@@ -38,31 +38,24 @@ def pinned_bytes(size: int, *, pin: bool = True) -> int:
 
 
 def phases(job: MemoryJob) -> dict[PhaseName, Components]:
-    process: Components = {"process": PROCESS_BYTES, "dataloader": job.levers.dataloader_workers * WORKER_BYTES}
-    running = combine(process, {"libraries": LIBRARIES_BYTES}, _training(job))
+    levers, weights = job.levers, job.weights
+    process: Components = {"process": PROCESS_BYTES, "dataloader": levers.dataloader_workers * WORKER_BYTES}
+    training: list[Components] = []
+    if levers.engine in ("zero1", "zero2") and levers.offload_optimizer != "none":
+        training.append(_zero12(job))
+    elif levers.stage == 3:
+        training += [_zero3_params(job), _zero3_optimizer(job)]
+    if levers.is_fsdp2 and levers.offload_param != "none":
+        training.append(_fsdp2(job))
+    elif levers.optimizer == "paged_adamw8bit":  # unified memory: it may all be paged out to the host
+        paged = 2 * share(weights.trainable_numel, job.world)
+        if levers.stage in (None, 0):
+            world = 1 if levers.engine == "zero0" else job.world
+            paged = eight_bit_states(levers.optimizer, weights.trainable, world).paged
+        training.append({"optimizer_states": paged})
+    running = combine(process, {"libraries": LIBRARIES_BYTES}, *training)
     steady = combine(running, {"activations": pinned_bytes(job.acts.host_kept)})
     return {"init": combine(process, _initialising(job)), "forward": steady, "backward": steady, "step": steady}
-
-
-def _training(job: MemoryJob) -> Components:
-    levers = job.levers
-    paged = _paged_states(job) if levers.optimizer == "paged_adamw8bit" else {}
-    if levers.engine in ("zero1", "zero2") and levers.offload_optimizer != "none":
-        return combine(_zero12(job), paged)
-    if levers.stage == 3:
-        return combine(_zero3_params(job), _zero3_optimizer(job), paged)
-    if levers.is_fsdp2 and levers.offload_param != "none":
-        return _fsdp2(job)
-    return paged
-
-
-def _paged_states(job: MemoryJob) -> Components:
-    """Unified memory: it may all be paged out to the host."""
-    levers, weights = job.levers, job.weights
-    if levers.stage in (None, 0):
-        world = 1 if levers.engine == "zero0" else job.world
-        return {"optimizer_states": eight_bit_states(levers.optimizer, weights.trainable, world).paged}
-    return {"optimizer_states": 2 * share(weights.trainable_numel, job.world)}
 
 
 def _zero12(job: MemoryJob) -> Components:

@@ -130,17 +130,13 @@ def building(job: MemoryJob) -> Components:
         adapters = 0 if job.levers.method == "full" else weights.trainable_numel * weights.trainable_width
         whole = weights.largest_frozen * 2 if weights.quantised_numel else 0
         built = {"weights": weights.bytes, "temporaries": max(untied + whole - adapters, 0)}
-    return worst(built, _upcast(job)) if job.levers.trainer == "llamafactory" else built
-
-
-def _upcast(job: MemoryJob) -> Components:
-    """LLaMA-Factory casts what trains to fp32 on the GPU (`cast_trainable_params_to_fp32`), before DeepSpeed casts it
-    back; not for pure_bf16."""
-    if not job.levers.master_weights:
-        return {}
-    weights = job.weights
+    if job.levers.trainer != "llamafactory" or not job.levers.master_weights:
+        return built
+    # LLaMA-Factory casts what trains to fp32 on the GPU (`cast_trainable_params_to_fp32`), before DeepSpeed casts it
+    # back; not for pure_bf16
     one = weights.largest_trainable * weights.trainable_width
-    return {"weights": weights.frozen_bytes + FP32 * weights.trainable_numel, "temporaries": one}
+    upcast = {"weights": weights.frozen_bytes + FP32 * weights.trainable_numel, "temporaries": one}
+    return worst(built, upcast)
 
 
 def packing_of(weights: Weights) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from tightfit.types import Optimizer
@@ -50,14 +51,7 @@ def eight_bit_states(optimizer: Optimizer, parameters: tuple[int, ...], world: i
 
 def factored_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
     """Adafactor on whole matrices: a row and a column instead of a matrix."""
-    return sum(4 * (s[-1] + s[-2]) * _leading(s) if len(s) >= 2 else 4 * s[0] for s in shapes)
-
-
-def _leading(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape[:-2]:
-        count *= size
-    return count
+    return sum(4 * (s[-1] + s[-2]) * prod(s[:-2]) if len(s) >= 2 else 4 * s[0] for s in shapes)
 
 
 def step_temporary(optimizer: Optimizer, numel: int) -> int:

@@ -85,19 +85,12 @@ def _states(job: MemoryJob) -> int:
 
 
 def step(job: MemoryJob) -> Components:
-    return combine(_persistent(job), _step(job))
-
-
-def _step(job: MemoryJob) -> Components:
-    levers, numel, grads = job.levers, job.weights.trainable_numel, _grads(job)
-    if levers.precision == "fp32" or not levers.master_weights:
-        return {"gradients": grads, "temporaries": step_temporary(levers.optimizer, job.weights.largest_trainable)}
-    if levers.optimizer == "adamw":
-        return {"gradients": grads, "temporaries": 8 * numel}
-    return {
-        "gradients": grads,
-        "temporaries": 4 * numel + step_temporary(levers.optimizer, job.weights.largest_trainable),
-    }
+    levers, weights = job.levers, job.weights
+    copies = 0
+    if levers.precision != "fp32" and levers.master_weights:
+        copies = (8 if levers.optimizer == "adamw" else 4) * weights.trainable_numel
+    temporary = copies + step_temporary(levers.optimizer, weights.largest_trainable)
+    return combine(_persistent(job), {"gradients": _grads(job), "temporaries": temporary})
 
 
 def initialise(job: MemoryJob) -> Components:

@@ -249,22 +249,16 @@ def _emptying(weights: Weights, bucket: int, part: Partition) -> int:
 
 
 def step(job: MemoryJob) -> Components:
-    part = partition(job.weights, job.world)
-    offloaded = job.levers.offload_optimizer != "none"
-    return combine(_persistent(job), _step_on_host(job, part) if offloaded else _step(job, part))
-
-
-def _step(job: MemoryJob, part: Partition) -> Components:
-    width = job.weights.trainable_width
+    part, width = partition(job.weights, job.world), job.weights.trainable_width
+    if job.levers.offload_optimizer != "none":
+        # older versions copied the updated partition back in fp32 and cast it on the GPU
+        copied = 4 * part.numel if release(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0
+        return combine(_persistent(job), {"temporaries": copied})
     # norms are taken in double precision: `get_norm_dtype`
     flat = part.numel * (width + job.master_width if width != job.master_width else width)
     update = flat + step_temporary(job.levers.optimizer, part.numel)
-    return {"gradients": _own_grads(job, part), "temporaries": max(update, FP64 * part.largest)}
-
-
-def _step_on_host(job: MemoryJob, part: Partition) -> Components:
-    """Older versions copied the updated partition back in fp32 and cast it on the GPU."""
-    return {"temporaries": 4 * part.numel if release(job.levers.deepspeed_version) < CASTS_ON_HOST_SINCE else 0}
+    temporary = max(update, FP64 * part.largest)
+    return combine(_persistent(job), {"gradients": _own_grads(job, part), "temporaries": temporary})
 
 
 def initialise(job: MemoryJob) -> Components:
