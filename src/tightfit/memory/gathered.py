@@ -142,7 +142,7 @@ class Stretch:
 
 def _stretch(tag: int, calls: tuple[Call, ...]) -> Stretch:
     fetched = [module for kind, module in calls if kind != RELEASE]
-    counts = [_own(module) for module in fetched]
+    counts = [sum([numel for _, numel in each.params]) if each.own is None else each.own for each in fetched]
     names = tuple(dict.fromkeys([module.name for module in fetched if module.name]))
     script = Script(
         moves=_moves(calls, names),
@@ -150,13 +150,24 @@ def _stretch(tag: int, calls: tuple[Call, ...]) -> Stretch:
         needs=tuple([(*param, index) for index, module in enumerate(fetched) for param in module.params]),
         counts=tuple(counts),
         spans=tuple([own if each.spans is None else each.spans for each, own in zip(fetched, counts, strict=True)]),
-        leaves=tuple([(leaf, index) for index, module in enumerate(fetched) for leaf in _leaves_of(module)]),
+        leaves=tuple(
+            [
+                (leaf, index)
+                for index, module in enumerate(fetched)
+                for leaf in ((module,) if module.leaf else module.leaves)
+            ]
+        ),
     )
     return Stretch(tag, script)
 
 
 def _moves(calls: tuple[Call, ...], names: tuple[str, ...]) -> tuple[Move, ...]:
-    turn, start = _turn(calls)
+    # A layer turns round at the last fetch before something is released backwards. From there on its backward pass
+    # counts, or from the first call where nothing is recomputed.
+    kinds = [kind for kind, _ in calls]
+    turn, start = kinds.index(RELEASE) - 1, 0
+    if AGAIN in kinds:
+        turn = start = len(kinds) - 1 - kinds[::-1].index(AGAIN)
     numbers = {name: number for number, name in enumerate(names)}
     moves: list[Move] = []
     holders: set[Module] = set()
@@ -186,26 +197,6 @@ def _moves(calls: tuple[Call, ...], names: tuple[str, ...]) -> tuple[Move, ...]:
             run = 1
             moves.append((SKIP, module, None, run, mark, whose))
     return tuple(moves)
-
-
-def _own(module: Module) -> int:
-    if module.own is not None:
-        return module.own
-    return sum([numel for _, numel in module.params]) if module.params else 0
-
-
-def _leaves_of(module: Module) -> tuple[Module, ...]:
-    return (module,) if module.leaf else module.leaves
-
-
-def _turn(calls: tuple[Call, ...]) -> tuple[int, int]:
-    """The call at which a layer turns round, the last fetch before something is released backwards; and the one
-    from which on its backward pass counts: that, or the first where nothing is recomputed."""
-    kinds = [kind for kind, _ in calls]
-    if AGAIN in kinds:
-        last = len(kinds) - 1 - kinds[::-1].index(AGAIN)
-        return last, last
-    return kinds.index(RELEASE) - 1, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,8 +245,9 @@ def stretches(model: Model, passes: Passes) -> tuple[Stretch, ...]:
         again = index < passes.recompute
         if index > passes.lowest or passes.input_grad:
             whole.append(layers.recomputed[index] if again else layers.backward[index])
-        else:
-            whole.append(_without_input(model, index, again))
+        else:  # the lowest layer with a backward pass, where no gradient goes on from it
+            back = tuple(_backwards(model.layers[index], without_input=True))
+            whole.append(_stretch(index, _insert_recomputation(model.layers[index], back) if again else back))
     return (*whole, *ends.embedding) if passes.input_grad else tuple(whole)
 
 
@@ -301,13 +293,6 @@ def _layer_stretches(model: Model) -> _LayerStretches:
         backward=tuple([_stretch(index, calls) for index, calls in enumerate(back)]),
         recomputed=tuple([_stretch(index, calls) for index, calls in enumerate(again)]),
     )
-
-
-def _without_input(model: Model, index: int, again: bool) -> Stretch:
-    """The lowest layer with a backward pass, where no gradient goes on from it."""
-    layer = model.layers[index]
-    back = tuple(_backwards(layer, without_input=True))
-    return _stretch(index, _insert_recomputation(layer, back) if again else back)
 
 
 def _forwards(node: Node) -> list[Call]:

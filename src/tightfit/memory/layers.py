@@ -31,7 +31,14 @@ def layer_tape(block: Block, hidden: int, setting: Setting, input_grad: bool) ->
     other."""
     x = Slot(layer_input_bytes(block, hidden, setting), input_grad)
     ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors})
-    out = _layer(ops, x, block, hidden)
+    if block.arrangement == "single":  # x + mixer(norm(x)); an fp32 residual is cast to working precision before it
+        read = ops.norm(ops.cast(x, hidden, setting.width), hidden, block.norm)
+        out = ops.add(x, _mixer(ops, read, block, hidden))
+    elif block.arrangement == "parallel":
+        out = _parallel(ops, x, block, hidden)
+    else:
+        out = _branch(ops, _branch(ops, x, block, hidden, _mixer), block, hidden, _feedforward)
+    ops.tape.hold(*ops.returned)
     return ops.tape, x, out
 
 
@@ -63,18 +70,6 @@ def _cost_of_trace(block: Block, mixer: Traced, hidden: int, setting: Setting) -
     )
 
 
-def _layer(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    if block.arrangement == "single":
-        out = _single(ops, x, block, hidden)
-    elif block.arrangement == "parallel":
-        out = _parallel(ops, x, block, hidden)
-    else:
-        h = _branch(ops, x, block, hidden, _mixer)
-        out = _branch(ops, h, block, hidden, _feedforward)
-    ops.tape.hold(*ops.returned)
-    return out
-
-
 def _branch(ops: Operations, x: Slot, block: Block, hidden: int, inner: Inner) -> Slot:
     """x + inner(norm(x)), with the norm on the other side, or on both."""
     read = x
@@ -91,16 +86,12 @@ def _branch(ops: Operations, x: Slot, block: Block, hidden: int, inner: Inner) -
         total = ops.add(x, scaled)
         ops.tape.hold(out)
         return total
-    if inner is _mixer:
-        ops.returned += _variables(ops, block, read, out)
+    if inner is _mixer:  # gpt2 keeps its output in a variable of its own until the layer ends; stablelm its input too
+        if block.norm == "layer" and isinstance(block.mlp, Mlp) and block.mlp.gated:
+            ops.returned += (read, out)
+        elif "attn.c_attn.weight" in ops.tensors:
+            ops.returned.append(out)
     return ops.add(x, out)
-
-
-def _variables(ops: Operations, block: Block, read: Slot, out: Slot) -> tuple[Slot, ...]:
-    """gpt2 keeps the mixer's output in a variable of its own until the layer ends; stablelm its input too."""
-    if block.norm == "layer" and isinstance(block.mlp, Mlp) and block.mlp.gated:
-        return read, out
-    return (out,) if "attn.c_attn.weight" in ops.tensors else ()
 
 
 def _parallel(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
@@ -113,12 +104,6 @@ def _parallel(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
     total = ops.add(ops.add(fed, mixed), x)
     ops.tape.hold(fed, mixed)
     return total
-
-
-def _single(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    """x + mixer(norm(x)); an fp32 residual is cast to working precision before the norm."""
-    read = ops.norm(ops.cast(x, hidden, ops.setting.width), hidden, block.norm)
-    return ops.add(x, _mixer(ops, read, block, hidden))
 
 
 def _mixer(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:

@@ -123,21 +123,19 @@ def _torch(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot
     return out
 
 
-def _step(ops: Operations, dt: Slot, shape: Mamba2) -> Slot:
-    """clamp(softplus(dt + bias)): both keep their inputs."""
-    setting = ops.setting
-    grad = shape.heads * setting.width if setting.trains_base else 0
-    biased = ops.tape.op((dt,), dt.size, passes=True, weight_grad=grad)
-    return ops.tape.op((soft := ops.tape.op((biased,), dt.size, saves=(biased,)),), dt.size, saves=(soft,))
-
-
 def _chunk_scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba2) -> Slot:
     """`mamba2_chunk_scan`. Everything it makes is a variable until it returns."""
     tape, sizes = ops.tape, _sizes(ops, shape)
-    x, b, c, dt, decay = tensors
-    dt = _step(ops, dt, shape)
+    x, b, c, raw, decay = tensors
+    # clamp(softplus(dt + bias)): both keep their inputs
+    grad = shape.heads * ops.setting.width if ops.setting.trains_base else 0
+    biased = tape.op((raw,), raw.size, passes=True, weight_grad=grad)
+    soft = tape.op((biased,), raw.size, saves=(biased,))
+    dt = tape.op((soft,), raw.size, saves=(soft,))
     x32 = ops.cast(x, shape.inner, FP32)
-    b32, c32 = (_repeat_groups(ops, slot, shape) for slot in (b, c))
+    # the groups of B and C are repeated for every head
+    per_head = ops.size(shape.heads * shape.state, FP32)
+    b32, c32 = (tape.op((ops.cast(slot, shape.groups * shape.state, FP32),), per_head) for slot in (b, c))
     skip = _skip(ops, x32, sizes, shape)
     dt_x, dt_a = ops.cast(dt, shape.heads, FP32), ops.cast(dt, shape.heads, FP32)
     driven = tape.op((x32, dt_x), ops.size(shape.inner, FP32), saves=(x32, dt_x), backward_temp=x32.size)
@@ -153,11 +151,6 @@ def _chunk_scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba2) -> Sl
     out = tape.op((ordered, skip), sizes.inner, passes=True)
     tape.hold(dt, sums, xp, ap, bp, cp, skip, near, far, ordered, *near_variables, *far_variables)
     return tape.view(out, size=ops.size(shape.inner, FP32), copies_grad=True)
-
-
-def _repeat_groups(ops: Operations, x: Slot, shape: Mamba2) -> Slot:
-    wide = ops.cast(x, shape.groups * shape.state, FP32)
-    return ops.tape.op((wide,), ops.size(shape.heads * shape.state, FP32))
 
 
 def _skip(ops: Operations, x32: Slot, sizes: _Sizes, shape: Mamba2) -> Slot:

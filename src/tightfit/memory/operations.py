@@ -238,7 +238,16 @@ class Operations:
         """A norm over the last dimension of `features`; `rows` of them a token (heads of q and k)."""
         trains = self.setting.trains_base if trains is None else trains
         if kind == "layer":
-            normed = self._layer_norm(x, features, rows, trains)
+            # Weight and bias; of norms over heads (stablelm) every head has its own weight, and no bias. Mean and
+            # deviation are fp32 on a GPU; on the CPU they have the working precision.
+            weights = (rows if rows > 1 else 2) * features
+            normed = self.tape.op(
+                (x,),
+                self.size(features * rows),
+                saves=(x,),
+                makes=(2 * self.size(rows, FP32),),
+                weight_grad=weights * self.setting.width if trains else 0,
+            )
         else:
             normed = self._rms(x, features, kind, rows, trains)
         self.tape.hold(x)
@@ -274,17 +283,3 @@ class Operations:
         mean = self.tape.op((square,), self.size(rows, FP32))
         inverse = self.output_saving(self.plus_constant(mean))
         return self.tape.op((x, inverse), x.size, saves=(x, inverse), backward_temp=x.size)
-
-    def _layer_norm(self, x: Slot, features: int, rows: int, trains: bool) -> Slot:
-        """Mean and deviation are fp32 on a GPU; on the CPU they have the working precision.
-
-        Weight and bias; of norms over heads (stablelm) every head has its own weight, and no bias.
-        """
-        weights = (rows if rows > 1 else 2) * features
-        return self.tape.op(
-            (x,),
-            self.size(features * rows),
-            saves=(x,),
-            makes=(2 * self.size(rows, FP32),),
-            weight_grad=weights * self.setting.width if trains else 0,
-        )

@@ -161,7 +161,10 @@ def replay(whole: tuple[Stretch, ...], limits: GatherLimits) -> Replay:
 
 def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Replay, last: Replay) -> Gathered:
     """What `replay` would report of a step that begins as one that is known does, and ends as another."""
-    begin, ending = _alike_until(whole, first), _alike_from(whole, last)
+    differs = _count_alike(whole, first.whole)
+    # the last stretch before which the coordinator has the same in hand as in the first step
+    begin = next((number for number in range(differs, 0, -1) if _is_unseen(first, number, differs)), 0)
+    ending = len(whole) - _count_alike(whole[::-1], last.whole[::-1])
     reports = first.reports[:begin]
     coordinator = _Coordinator(whole[begin:], limits, first.standings.get(begin, NOTHING))
     shift, needs = len(last.whole) - len(whole), 0
@@ -173,17 +176,9 @@ def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Repl
     return summary(whole, reports)
 
 
-def _alike_from(whole: tuple[Stretch, ...], known: Replay) -> int:
-    """The first stretch from which on the calls are those at the end of a known step."""
-    alike = takewhile(lambda pair: pair[0] is pair[1], zip(reversed(whole), reversed(known.whole), strict=False))
-    return len(whole) - len(list(alike))
-
-
-def _alike_until(whole: tuple[Stretch, ...], known: Replay) -> int:
-    """The last stretch before which the coordinator has the same in hand as in a known step; 0: none but the first."""
-    alike = takewhile(lambda pair: pair[0] is pair[1], zip(whole, known.whole, strict=False))
-    differs = len(list(alike))
-    return next((number for number in range(differs, 0, -1) if _is_unseen(known, number, differs)), 0)
+def _count_alike(one: tuple[Stretch, ...], other: tuple[Stretch, ...]) -> int:
+    """How many stretches two steps have in common where they begin."""
+    return len(list(takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))))
 
 
 def _is_unseen(known: Replay, number: int, differs: int) -> bool:
@@ -290,8 +285,15 @@ class _Coordinator:
         """For each parameter the steps of its uses."""
         self.leaf_uses: dict[Module, list[int]] = {}
         """For each leaf, those at which it or a container of it is called."""
-        self._read(whole)
         scripts = [stretch.script for stretch in whole]
+        steps = 0
+        for script in scripts:
+            for identity, numel, fetches in script.needs:
+                self.queue.append((identity, numel, steps + fetches))
+                self.uses.setdefault(identity, []).append(steps + fetches)
+            for leaf, fetches in script.leaves:
+                self.leaf_uses.setdefault(leaf, []).append(steps + fetches)
+            steps += len(script.counts)
         self.counted = list(accumulate(chain.from_iterable([script.counts for script in scripts]), initial=0))
         """Elements that a search for a next use counts before each step."""
         self.spanned = self.counted
@@ -302,24 +304,6 @@ class _Coordinator:
         """How many of these uses lie behind."""
         self.fetched_for = dict.fromkeys(self.uses, -1)
         """The step for which it was prefetched or fetched last."""
-        self._take_up(standing)
-
-    def _read(self, whole: tuple[Stretch, ...]) -> None:
-        queue, uses = self.queue, self.uses
-        steps = 0
-        for stretch in whole:
-            script = stretch.script
-            for identity, numel, fetches in script.needs:
-                queue.append((identity, numel, steps + fetches))
-                if identity in uses:
-                    uses[identity].append(steps + fetches)
-                else:
-                    uses[identity] = [steps + fetches]
-            for leaf, fetches in script.leaves:
-                self.leaf_uses.setdefault(leaf, []).append(steps + fetches)
-            steps += len(script.counts)
-
-    def _take_up(self, standing: Standing) -> None:
         self.live, self.copies, self.next_in_queue = standing.live, standing.copies, standing.ahead
         self.available: set[int] = set(standing.available)
         for identity, _, step in self.queue[: standing.ahead]:
@@ -440,7 +424,12 @@ class _Coordinator:
     def release(self, module: Module) -> None:
         held = self.held.pop(module, ()) if self.held else ()
         limit = self.counted[self.step] + self.max_reuse
-        leaf_soon = module.leaf and self._leaf_soon(module)
+        leaf_soon = False
+        if module.leaf:
+            leaf_uses = self.leaf_uses[module]
+            later = bisect_left(leaf_uses, self.step)
+            passed = self.spanned[self.step]
+            leaf_soon = later < len(leaf_uses) and self.spanned[leaf_uses[later]] - passed < self.max_reuse
         for identity, numel in module.params:
             self.active[identity].discard(module)
             uses, done = self.uses[identity], self.done[identity]
@@ -450,11 +439,6 @@ class _Coordinator:
         for identity, numel in held:
             self.active[identity].discard(module)
             self._free(identity, numel)
-
-    def _leaf_soon(self, leaf: Module) -> bool:
-        uses = self.leaf_uses[leaf]
-        later = bisect_left(uses, self.step)
-        return later < len(uses) and self.spanned[uses[later]] - self.spanned[self.step] < self.max_reuse
 
     def _free(self, identity: int, numel: int) -> None:
         if numel > self.stays and identity in self.available and not self.active[identity]:

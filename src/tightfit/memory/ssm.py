@@ -41,13 +41,6 @@ def mamba1(ops: Operations, x: Slot, shape: Mamba1, hidden: int) -> Slot:
     return _torch(ops, xz, shape, hidden)
 
 
-def _parameter_copies(ops: Operations, shape: Mamba1) -> tuple[int, ...]:
-    """-exp(A_log.float()) keeps the exponential and the product; D and the dt bias are cast to fp32."""
-    state = shape.inner * shape.state * FP32
-    casts = () if ops.setting.width == FP32 else (shape.inner * FP32, shape.inner * FP32)
-    return (state, state, *casts)
-
-
 def _inner_weights(ops: Operations) -> int:
     """Parameters that the fused function reads itself: all of the mixer but the input projection."""
     return sum(
@@ -57,11 +50,6 @@ def _inner_weights(ops: Operations) -> int:
             if name.startswith("mixer.") and not name.startswith("mixer.in_proj")
         ]
     )
-
-
-def _join(ops: Operations, x: Slot) -> Slot:
-    """(b, c, l) seen as ((b l), c): a view for one sequence, but gradients of more are copied into that order."""
-    return x if ops.setting.micro_batch == 1 else ops.tape.view(x, copies_grad=True)
 
 
 def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
@@ -82,10 +70,15 @@ def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     scan_only = 2 * ops.size(shape.state, FP32)  # dB and dC are summed in fp32
     order = wide if setting.micro_batch > 1 else 0
     weights = _inner_weights(ops) * setting.width
+    # -exp(A_log.float()) keeps the exponential and the product; D and the dt bias are cast to fp32
+    state = shape.inner * shape.state * FP32
+    casts = () if setting.width == FP32 else (shape.inner * FP32, shape.inner * FP32)
+    # (b, c, l) seen as ((b l), c): a view for one sequence, but gradients of more are copied into that order
+    joined = xz if setting.micro_batch == 1 else ops.tape.view(xz, copies_grad=True)
     return ops.tape.op(
-        (_join(ops, xz),),
+        (joined,),
         narrow,
-        makes=(*kept, *_parameter_copies(ops, shape)),
+        makes=(*kept, state, state, *casts),
         forward_temp=forward_temp,
         backward_temp=6 * wide + max(order + tail, scan_only) + (0 if setting.trains_base else weights),
         weight_grad=weights if setting.trains_base else 0,
@@ -197,7 +190,15 @@ def _modules(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
 def _torch(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     """transformers without kernels: every discretised step and every state is a tensor of its own."""
     tape, wide32 = ops.tape, ops.size(shape.inner, FP32)
-    a = _decay(ops, shape)
+    numel, trains = shape.inner * shape.state, ops.setting.trains_base
+    # -exp(A_log.float()): the exponential is kept if A_log trains, the product by whoever uses it
+    a = tape.op(
+        (),
+        numel * FP32,
+        makes=(numel * FP32,),
+        weight_grad=numel * ops.setting.width if trains else 0,
+        backward_temp=2 * numel * FP32 if trains else 0,
+    )
     u_part, gate = tape.split(xz, (ops.size(shape.inner), ops.size(shape.inner)))
     u = ops.convolve(u_part, "mixer.conv1d", shape.inner, shape.conv)
     step, b, c, delta = _projections(ops, u, shape)
@@ -212,19 +213,6 @@ def _torch(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     out = ops.linear(_join_copy(ops, narrow), "mixer.out_proj", hidden, shape.inner)
     tape.hold(xz, u, b, c, delta, a)
     return out
-
-
-def _decay(ops: Operations, shape: Mamba1) -> Slot:
-    """-exp(A_log.float()): the exponential is kept if A_log trains, the product by whoever uses it."""
-    numel = shape.inner * shape.state
-    trains = ops.setting.trains_base
-    return ops.tape.op(
-        (),
-        numel * FP32,
-        makes=(numel * FP32,),
-        weight_grad=numel * ops.setting.width if trains else 0,
-        backward_temp=2 * numel * FP32 if trains else 0,
-    )
 
 
 def _join_copy(ops: Operations, x: Slot) -> Slot:

@@ -116,19 +116,13 @@ def _layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[lis
             out_features, in_features = tensor.shape
             adapters += [lora.rank * in_features, out_features * lora.rank]
     if lora is not None and lora.targets is None and block.lora_on_experts:
-        adapters += _expert_adapters(block, lora.rank)
+        # PEFT's `all-linear` also takes a router and fused experts that are bare parameters: a pair for each expert
+        for tensor in block.tensors:
+            if tensor.name.startswith("mlp.") and "shared" not in tensor.name and not is_linear(tensor):
+                experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
+                rank = (2 if "gate_up" in tensor.name else 1) * lora.rank * experts
+                adapters += [rank * tensor.shape[-1], rank * tensor.shape[-2]]
     return base, adapters, packed
-
-
-def _expert_adapters(block: Block, rank: int) -> list[int]:
-    """PEFT's `all-linear` also takes a router and fused experts that are bare parameters: a pair for each expert."""
-    adapters: list[int] = []
-    for tensor in block.tensors:
-        if tensor.name.startswith("mlp.") and "shared" not in tensor.name and not is_linear(tensor):
-            experts = tensor.shape[0] if len(tensor.shape) == 3 else 1
-            pairs = 2 if "gate_up" in tensor.name else 1
-            adapters += [pairs * rank * experts * tensor.shape[-1], pairs * rank * experts * tensor.shape[-2]]
-    return adapters
 
 
 def is_linear(tensor: Tensor) -> bool:

@@ -176,10 +176,12 @@ def at_the_end(job: MemoryJob) -> Components:
 def _persistent(job: MemoryJob) -> Components:
     levers, weights, own = job.levers, job.weights, shards_of(job)
     width = weights.trainable_width
+    # in the precision that is sent, which is the working one; before, in that of what trains
+    sent = weights.width if release(levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE else width
     components: Components = {
         "weights": 0 if levers.offload_param != "none" else own.trainable * width + own.frozen * weights.width,
         "gathered_weights": own.persistent * width,
-        "buckets": levers.buckets.reduce_bucket * _bucket_width(job) if levers.buckets.contiguous_gradients else 0,
+        "buckets": levers.buckets.reduce_bucket * sent if levers.buckets.contiguous_gradients else 0,
         "temporaries": job.workspaces,
     }
     if weights.quantised_numel:
@@ -196,23 +198,13 @@ def _persistent(job: MemoryJob) -> Components:
     return components
 
 
-def _bucket_width(job: MemoryJob) -> int:
-    """In the precision that is sent, which is the working one; before, in that of what trains."""
-    sent = release(job.levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE
-    return job.weights.width if sent else job.weights.trainable_width
-
-
 def step(job: MemoryJob) -> Components:
-    return combine(_persistent(job), _step(job))
-
-
-def _step(job: MemoryJob) -> Components:
-    own, width = shards_of(job), job.weights.trainable_width
     if job.levers.offload_optimizer != "none":
-        return {}
+        return combine(_persistent(job))
+    own, width = shards_of(job), job.weights.trainable_width
     group = max(own.sub_groups)
     update = group * (width + job.master_width) + step_temporary(job.levers.optimizer, group)
-    return {"temporaries": max(update, FP64 * own.largest)}
+    return combine(_persistent(job), {"temporaries": max(update, FP64 * own.largest)})
 
 
 def initialise(job: MemoryJob) -> Components:
@@ -445,7 +437,8 @@ def _model(shape: ModelShape, style: Style, threshold: int) -> Model:
     head = _module(top, threshold, first if shape.tied else first + len(shape.before) + len(shape.after))
     scans = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
     root, body = Module(head.params) if scans else EMPTY, EMPTY
-    if leaves := tuple([leaf for layer in layers if isinstance(layer, tuple) for leaf in _leaves(layer)]):
+    containers = [layer[0] for layer in layers if isinstance(layer, tuple)]
+    if leaves := tuple([leaf for each in containers if isinstance(each, Module) for leaf in each.leaves]):
         root = replace(root, spans=_span(root, shape.tensors), leaves=leaves)
         body = Module(spans=_span(body, shape.tensors) - (0 if shape.tied else top[0].numel), leaves=leaves)
     return Model(
@@ -462,12 +455,6 @@ def _model(shape: ModelShape, style: Style, threshold: int) -> Model:
 def _span(container: Module, tensors: Iterable[Tensor]) -> int:
     """All that is inside it, and once more what it reads itself."""
     return sum([tensor.numel for tensor in tensors]) + sum([numel for _, numel in container.params])
-
-
-def _leaves(layer: tuple[Node, ...]) -> tuple[Module, ...]:
-    container = layer[0]
-    assert isinstance(container, Module)
-    return container.leaves
 
 
 def _module(tensors: tuple[Tensor, ...], threshold: int, first: int) -> Module:
