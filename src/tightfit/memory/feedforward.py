@@ -6,7 +6,6 @@ from tightfit.memory.operations import FP32, INT64, Operations
 from tightfit.memory.tape import Slot
 from tightfit.types import Mlp, Moe
 
-INT32 = 4
 UP = ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h")
 DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h")
 

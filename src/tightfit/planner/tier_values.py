@@ -18,7 +18,7 @@ from tightfit.priced import GIB
 from tightfit.types import ConfigError, Hardware, Precision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Tier:
     """What a name stands for."""
 
@@ -52,94 +52,36 @@ class Tier:
         return pins
 
 
-_BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
-
 TIERS: dict[str, Tier] = {
     tier.name: tier
     for tier in (
+        Tier("deepspeed", Message("plan.tier-deepspeed"), "zero2", micro_batch=4, accumulation=4, sequence=2048),
         Tier(
-            name="deepspeed",
-            about=Message("plan.tier-deepspeed"),
-            engine="zero2",
-            micro_batch=4,
-            accumulation=4,
-            sequence=2048,
-        ),
-        Tier(
-            name="stage2_offload",
-            about=Message("plan.tier-stage2-offload"),
-            engine="zero2",
-            offload_optimizer="cpu",
+            "stage2_offload",
+            Message("plan.tier-stage2-offload"),
+            "zero2",
+            "cpu",
             micro_batch=3,
             accumulation=6,
             sequence=1792,
         ),
+        Tier("stage3", Message("plan.tier-stage3"), "zero3", micro_batch=2, accumulation=8, sequence=1536),
+        Tier("minimal", Message("plan.tier-minimal"), "zero3", "cpu", "cpu", accumulation=16, sequence=1024),
+        Tier("standard", Message("plan.tier-standard"), "zero3", "cpu", "cpu", accumulation=8),
+        Tier("fp16_safe", Message("plan.tier-fp16-safe"), "zero3", "cpu", "cpu", accumulation=8, precision="fp16"),
+        Tier("extreme", Message("plan.tier-extreme"), "zero3", "cpu", "cpu", sequence=512, precision="fp16"),
         Tier(
-            name="stage3",
-            about=Message("plan.tier-stage3"),
-            engine="zero3",
-            micro_batch=2,
-            accumulation=8,
-            sequence=1536,
-        ),
-        Tier(
-            name="minimal",
-            about=Message("plan.tier-minimal"),
-            engine="zero3",
-            **_BOTH,  # type: ignore[arg-type]
-            micro_batch=1,
-            accumulation=16,
-            sequence=1024,
-        ),
-        Tier(
-            name="standard",
-            about=Message("plan.tier-standard"),
-            engine="zero3",
-            **_BOTH,  # type: ignore[arg-type]
-            accumulation=8,
-        ),
-        Tier(
-            name="fp16_safe",
-            about=Message("plan.tier-fp16-safe"),
-            engine="zero3",
-            **_BOTH,  # type: ignore[arg-type]
-            accumulation=8,
-            precision="fp16",
-        ),
-        Tier(
-            name="extreme",
-            about=Message("plan.tier-extreme"),
-            engine="zero3",
-            **_BOTH,  # type: ignore[arg-type]
-            accumulation=1,
-            sequence=512,
-            precision="fp16",
-        ),
-        Tier(
-            name="optimized",
-            about=Message("plan.tier-optimized"),
-            engine="zero3",
-            **_BOTH,  # type: ignore[arg-type]
+            "optimized",
+            Message("plan.tier-optimized"),
+            "zero3",
+            "cpu",
+            "cpu",
             accumulation=32,
             sequence=512,
             frugal=True,
         ),
-        Tier(
-            name="quantized",
-            about=Message("plan.tier-quantized"),
-            engine="zero2",
-            accumulation=32,
-            sequence=512,
-            quantised=True,
-        ),
-        Tier(
-            name="limit",
-            about=Message("plan.tier-limit"),
-            engine="zero2",
-            accumulation=64,
-            sequence=256,
-            quantised=True,
-        ),
+        Tier("quantized", Message("plan.tier-quantized"), "zero2", accumulation=32, sequence=512, quantised=True),
+        Tier("limit", Message("plan.tier-limit"), "zero2", accumulation=64, sequence=256, quantised=True),
     )
 }
 
