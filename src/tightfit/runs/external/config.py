@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,8 @@ def read_training(command: Command) -> ExternalTraining:
         if command.launcher == "llamafactory" or positional or script.reads_argument_files:
             settings = read_document(Path(command.settings))
         else:
-            hints = _read_hints(Path(command.settings))
+            with suppress(UserError):  # a file that only the script understands need not be one that we do
+                hints = read_document(Path(command.settings))
     accelerate = None
     if command.starter == "accelerate" and (flag := command.launcher_flag("config_file")) and flag.value is not None:
         accelerate = read_document(Path(flag.value))
@@ -177,14 +179,6 @@ def deepspeed_name(external: ExternalTraining) -> str | None:
         if isinstance(place, str) and place.endswith(_JSON):
             return place
     return None
-
-
-def _read_hints(path: Path) -> Document | None:
-    """A file that only the script understands need not be one that we do."""
-    try:
-        return read_document(path)
-    except UserError:
-        return None
 
 
 def _script_file(command: Command) -> str | None:
@@ -366,6 +360,8 @@ def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
     trainer: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     yaml_block: dict[str, Any] = {}
+    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
+    zero = block_in(values, "zero_optimization")
     if new.stage != now.stage and new.stage is not None:
         engine["zero_optimization.stage"] = new.stage
         yaml_block["deepspeed_config.zero_stage"] = new.stage
@@ -375,12 +371,28 @@ def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
         place = getattr(new, kind)
         if place == getattr(now, kind) or place is None:
             continue
-        engine[f"zero_optimization.{kind}"] = None if place == "none" else _offload(external, kind, place, new)
+        block = {**block_in(zero, kind), "device": place}
+        if "pin_memory" not in block or new.pin_memory is False:
+            block["pin_memory"] = new.pin_memory is not False
+        engine[f"zero_optimization.{kind}"] = None if place == "none" else block
         yaml_block[f"deepspeed_config.{kind}_device"] = place
-    engine |= _details(external, now, new)
+    # locked memory and buckets, under the spelling that the file has
+    if now.pin_memory is not False and new.pin_memory is False:
+        for kind in ("offload_optimizer", "offload_param"):
+            if kind in zero and getattr(new, kind) == getattr(now, kind):
+                engine[f"zero_optimization.{kind}.pin_memory"] = False
+    for key, value in new.buckets:
+        short = key.removeprefix("stage3_")
+        engine[f"zero_optimization.{short if short in zero else key}"] = value
+    makes_own = not external.is_hugging_face and "optimizer" not in values
+    if makes_own and now.offload_optimizer in (None, "", "none") and new.offload_optimizer == "cpu":
+        engine["zero_force_ds_cpu_optimizer"] = False  # or DeepSpeed refuses an optimizer that the script makes
     if (new.micro_batch, new.accumulation) != (now.micro_batch, now.accumulation):
         trainer |= {MICRO: new.micro_batch, ACCUMULATION: new.accumulation}
-        engine |= _numbers(external, new)
+        # in the DeepSpeed file, where it stands there as a number
+        pairs = {"train_micro_batch_size_per_gpu": new.micro_batch, ACCUMULATION: new.accumulation}
+        numbers = {key: value for key, value in pairs.items() if whole(values.get(key)) is not None}
+        engine |= pairs if numbers and not external.is_hugging_face else numbers
         if whole(_accelerate_block(external).get(ACCUMULATION)) is not None:
             yaml_block[f"deepspeed_config.{ACCUMULATION}"] = new.accumulation
     if new.checkpointing and not now.checkpointing:
@@ -393,44 +405,6 @@ def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
     if external.deepspeed is not None or not yaml_block:
         yaml_block = {key: value for key, value in yaml_block.items() if key.endswith(ACCUMULATION)}
     return Edits(trainer=trainer, deepspeed=engine, accelerate=yaml_block)
-
-
-def _offload(external: ExternalTraining, kind: str, place: str, new: Knobs) -> dict[str, Any]:
-    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
-    there = dict(block_in(block_in(values, "zero_optimization"), kind))
-    made = {**there, "device": place}
-    if "pin_memory" not in there or new.pin_memory is False:
-        made["pin_memory"] = new.pin_memory is not False
-    return made
-
-
-def _details(external: ExternalTraining, now: Knobs, new: Knobs) -> dict[str, Any]:
-    """Locked memory and buckets, under the spelling that the file has."""
-    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
-    zero = block_in(values, "zero_optimization")
-    made: dict[str, Any] = {}
-    if now.pin_memory is not False and new.pin_memory is False:
-        for kind in ("offload_optimizer", "offload_param"):
-            if kind in zero and getattr(new, kind) == getattr(now, kind):
-                made[f"zero_optimization.{kind}.pin_memory"] = False
-    for key, value in new.buckets:
-        short = key.removeprefix("stage3_")
-        made[f"zero_optimization.{short if short in zero else key}"] = value
-    if not now.offload_optimizer or now.offload_optimizer == "none":
-        own = external.is_hugging_face or "optimizer" in values
-        if new.offload_optimizer == "cpu" and not own:
-            made["zero_force_ds_cpu_optimizer"] = False  # or DeepSpeed refuses an optimizer that the script makes
-    return made
-
-
-def _numbers(external: ExternalTraining, new: Knobs) -> dict[str, Any]:
-    """The batch in the DeepSpeed file, where it stands there as a number."""
-    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
-    pairs = {"train_micro_batch_size_per_gpu": new.micro_batch, ACCUMULATION: new.accumulation}
-    written = {key: value for key, value in pairs.items() if whole(values.get(key)) is not None}
-    if written and not external.is_hugging_face:
-        return pairs
-    return written
 
 
 def _accelerate_block(external: ExternalTraining) -> Mapping[str, Any]:
@@ -454,7 +428,11 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
         else:
             in_file[key] = value
     if in_file and external.settings is not None:
-        name = _write_settings(external.settings, in_file)
+        settings, name = external.settings, beside(external.settings.path)
+        if settings.syntax == "yaml":
+            write_beside(name, yaml_text_with(settings.path.read_text(encoding="utf-8"), in_file))
+        else:
+            write_beside(name, json_with(settings.values, in_file))
         files.append(name)
         command = with_settings(command, _name_like(str(command.settings), name))
     accelerate = dict(edits.accelerate)
@@ -472,13 +450,6 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
     if (before.micro or 0) * (before.accumulation or 0) != (after.micro or 0) * (after.accumulation or 0):
         raise ConfigError(Message("external.other-batch"))
     return again, tuple(files)
-
-
-def _write_settings(settings: Document, changes: Mapping[str, Any]) -> Path:
-    name = beside(settings.path)
-    if settings.syntax == "yaml":
-        return write_beside(name, yaml_text_with(settings.path.read_text(encoding="utf-8"), changes))
-    return write_beside(name, json_with(settings.values, changes))
 
 
 def _with_deepspeed(
@@ -506,19 +477,15 @@ def _with_deepspeed(
     old = str(deepspeed_name(external))
     if external.settings is not None and isinstance(external.settings.values.get("deepspeed"), str):
         return external, {**trainer, "deepspeed": _name_like(old, name)}, [name]
-    return _accelerate_names(external, _name_like(old, name)), trainer, [name]
-
-
-def _accelerate_names(external: ExternalTraining, name: str) -> ExternalTraining:
-    """accelerate's YAML names the JSON: a YAML beside it names the new one."""
+    # accelerate's YAML names the JSON: a YAML beside it names the new one
     assert external.accelerate is not None
     made = beside(external.accelerate.path)
-    text = yaml_tree_with(external.accelerate.values, {"deepspeed_config.deepspeed_config_file": name})
-    write_beside(made, text)
-    flag = external.command.launcher_flag("config_file")
+    changed = {"deepspeed_config.deepspeed_config_file": _name_like(old, name)}
+    write_beside(made, yaml_tree_with(external.accelerate.values, changed))
+    flag = command.launcher_flag("config_file")
     assert flag is not None
-    command = with_launcher_flag(external.command, flag, _name_like(str(flag.value), made))
-    return replace(external, command=command, accelerate=read_document(made))
+    command = with_launcher_flag(command, flag, _name_like(str(flag.value), made))
+    return replace(external, command=command, accelerate=read_document(made)), trainer, [name]
 
 
 _PLAIN_DEEPSPEED: dict[str, Any] = {

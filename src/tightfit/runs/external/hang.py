@@ -105,8 +105,15 @@ def ask_for_stacks(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
     spy = shutil.which("py-spy")
     stands, texts, mute = [], [], 0
     for pid in sorted(pids):
-        said = None if spy is None or not _is_python(pid) else _spy(spy, pid)
-        if said is not None:
+        said, command = "", ""
+        if spy is not None and _is_python(pid):
+            asked = [spy, "dump", "--pid", str(pid)]
+            with suppress(OSError, subprocess.TimeoutExpired):
+                done = subprocess.run(
+                    asked, capture_output=True, text=True, errors="replace", timeout=_SPY_S, check=False
+                )
+                said = done.stdout if done.returncode == 0 else ""
+        if said.strip():
             frames = _SPIED.findall(said)
             stands.append((pid, frames[0] if frames else "no Python frame"))
         else:
@@ -120,7 +127,10 @@ def ask_for_stacks(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
                 found += (entry / "stack").read_text(encoding="ascii", errors="replace").splitlines()
             said = "\n".join(found)
             stands.append((pid, said.splitlines()[0] if said else "gone"))
-        texts.append(f"--- process {pid}: {_command(pid)}\n{said}\n")
+        with suppress(OSError):
+            words = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ")
+            command = words.decode(errors="replace").strip()
+        texts.append(f"--- process {pid}: {command}\n{said}\n")
     with suppress(OSError):
         (place / STACKS).write_text("\n".join(texts), encoding="utf-8")
     how = Message("external.by-py-spy")
@@ -133,22 +143,7 @@ def ask_for_stacks(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
     return Stuck(silent_s=silent_s, stands=tuple(stands), how=how, told=told, waits_for_a_build=waits)
 
 
-def _spy(spy: str, pid: int) -> str | None:
-    try:
-        command = [spy, "dump", "--pid", str(pid)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SPY_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 and done.stdout.strip() else None
-
-
 def _is_python(pid: int) -> bool:
     with suppress(OSError):
         return "python" in os.path.basename((PROC / str(pid) / "exe").readlink())
     return False
-
-
-def _command(pid: int) -> str:
-    with suppress(OSError):
-        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    return ""

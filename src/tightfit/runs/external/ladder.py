@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tightfit.job.known import block_in
 from tightfit.messages import Message, Said
 from tightfit.runs.external.config import ExternalTraining, Knobs
 
@@ -47,78 +48,53 @@ _LAID_OUT_BY = ("stage", "offload_optimizer", "offload_param", "quantised")
 
 def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host: bool = False) -> Iterator[NextConfig]:
     """Every next way that this config can be changed to, the cheapest first; `host`: it is RAM that was missing."""
+
+    def step(knobs: Knobs, changed: Message, *costs: Message) -> NextConfig:
+        crosses = any(getattr(knobs, name) != getattr(now, name) for name in _LAID_OUT_BY)
+        return NextConfig(knobs=knobs, changed=(changed,), crosses=crosses, costs=costs)
+
     if host:
-        yield from _on_the_host(now)
+        if {now.offload_optimizer, now.offload_param} & {"cpu", "nvme"} and now.pin_memory is not False:
+            yield step(replace(now, pin_memory=False), Message("external.unpinned"))
         return
-    yield from _batch(now)
-    if now.checkpointing is False:
-        yield NextConfig(knobs=replace(now, checkpointing=True), changed=(Message("external.recomputes"),))
-    for step in (*_engine(external, now), *_costly(external, now, allow)):
-        crosses = any(getattr(step.knobs, name) != getattr(now, name) for name in _LAID_OUT_BY)
-        yield replace(step, crosses=crosses)
-
-
-def _on_the_host(now: Knobs) -> Iterator[NextConfig]:
-    offloads = {now.offload_optimizer, now.offload_param} & {"cpu", "nvme"}
-    if offloads and now.pin_memory is not False:
-        yield NextConfig(knobs=replace(now, pin_memory=False), changed=(Message("external.unpinned"),))
-
-
-def _batch(now: Knobs) -> Iterator[NextConfig]:
     micro, accumulation = now.micro_batch, now.accumulation
-    if micro is None or accumulation is None or micro < 2:
-        return
-    smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
-    new = replace(now, micro_batch=smaller, accumulation=accumulation * (micro // smaller))
-    word = Message(
-        "external.smaller-batch",
-        micro=micro,
-        accumulation=accumulation,
-        new_micro=new.micro_batch,
-        new_accumulation=new.accumulation,
-    )
-    yield NextConfig(knobs=new, changed=(word,))
-
-
-def _engine(external: ExternalTraining, now: Knobs) -> Iterator[NextConfig]:
-    if now.stage is None:
-        return
-    if now.stage < 2:
-        yield NextConfig(knobs=replace(now, stage=2), changed=(Message("external.stage", old=now.stage, new=2),))
-    elif now.offload_optimizer == "none":
-        yield NextConfig(knobs=replace(now, offload_optimizer="cpu"), changed=(Message("external.optimizer-on-host"),))
-    elif now.stage == 2:
-        yield NextConfig(knobs=replace(now, stage=3), changed=(Message("external.stage", old=2, new=3),))
-    elif now.offload_param == "none":
-        yield NextConfig(knobs=replace(now, offload_param="cpu"), changed=(Message("external.weights-on-host"),))
-    elif external.deepspeed is not None and not _is_frugal(external):
-        yield NextConfig(knobs=replace(now, buckets=FRUGAL), changed=(Message("external.gathers-little"),))
-
-
-def _is_frugal(external: ExternalTraining) -> bool:
-    assert external.deepspeed is not None
-    zero = external.deepspeed.values.get("zero_optimization")
-    said = zero.get("stage3_max_live_parameters") if isinstance(zero, dict) else None
-    return isinstance(said, int | float) and said <= dict(FRUGAL)["stage3_max_live_parameters"]
-
-
-def _costly(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> Iterator[NextConfig]:
-    if "quantize" in allow and now.quantised is False:
-        new = replace(now, quantised=True)
-        yield NextConfig(
-            knobs=new,
-            changed=(Message("external.quantized"),),
-            costs=(Message("external.quantized-cost"),),
+    if micro is not None and accumulation is not None and micro >= 2:
+        smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        more = accumulation * (micro // smaller)
+        word = Message(
+            "external.smaller-batch",
+            micro=micro,
+            accumulation=accumulation,
+            new_micro=smaller,
+            new_accumulation=more,
         )
+        yield step(replace(now, micro_batch=smaller, accumulation=more), word)
+    if now.checkpointing is False:
+        yield step(replace(now, checkpointing=True), Message("external.recomputes"))
+    if now.stage is not None:
+        values = external.deepspeed.values if external.deepspeed is not None else {}
+        live = block_in(values, "zero_optimization").get("stage3_max_live_parameters")
+        is_frugal = isinstance(live, int | float) and live <= dict(FRUGAL)["stage3_max_live_parameters"]
+        if now.stage < 2:
+            yield step(replace(now, stage=2), Message("external.stage", old=now.stage, new=2))
+        elif now.offload_optimizer == "none":
+            yield step(replace(now, offload_optimizer="cpu"), Message("external.optimizer-on-host"))
+        elif now.stage == 2:
+            yield step(replace(now, stage=3), Message("external.stage", old=2, new=3))
+        elif now.offload_param == "none":
+            yield step(replace(now, offload_param="cpu"), Message("external.weights-on-host"))
+        elif external.deepspeed is not None and not is_frugal:
+            yield step(replace(now, buckets=FRUGAL), Message("external.gathers-little"))
+    # what changes the training
+    if "quantize" in allow and now.quantised is False:
+        costs = Message("external.quantized-cost")
+        yield step(replace(now, quantised=True), Message("external.quantized"), costs)
     length = now.sequence
     if "shorter-seq" in allow and external.is_llamafactory and length is not None and length // 2 >= SHORTEST:
         shorter = length // 2
         id_ = "external.shorter-limit" if now.quantised and shorter <= LIMIT_TOKENS else "external.shorter"
-        yield NextConfig(
-            knobs=replace(now, sequence=shorter),
-            changed=(Message(id_, old=length, new=shorter),),
-            costs=(Message("external.shorter-cost", new=shorter, old=length),),
-        )
+        costs = Message("external.shorter-cost", new=shorter, old=length)
+        yield step(replace(now, sequence=shorter), Message(id_, old=length, new=shorter), costs)
 
 
 def would_help(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> tuple[Message, ...]:

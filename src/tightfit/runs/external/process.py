@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from tightfit.hardware.occupancy import Occupancy, occupancy
+from tightfit.hardware.occupancy import occupancy
 from tightfit.inputs.surroundings import inherited
 from tightfit.messages import Message
 from tightfit.owned import open_own
@@ -94,7 +94,13 @@ def start_and_stay(start: CommandStart, streams: Streams, signals: Signals) -> G
         with open_own(log, "wb") as kept, Guard(mark):
             process = _spawn(start.words, {**start.changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
             watch = ProcessWatch(mark, log, start.hang_timeout_s)
-            pumps = _pumps(process, kept, streams)
+            lock = threading.Lock()
+            assert process.stdout is not None
+            assert process.stderr is not None
+            pairs = ((process.stdout, streams.out), (process.stderr, streams.err))
+            pumps = [threading.Thread(target=_pump, args=(*pair, kept, lock), daemon=True) for pair in pairs]
+            for pump in pumps:
+                pump.start()
             try:
                 wish = _stay(process, mark, signals, watch)
             finally:
@@ -172,17 +178,6 @@ def _end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
 # --- its output ---------------------------------------------------------------------------------
 
 
-def _pumps(process: subprocess.Popen[bytes], log: BinaryIO, streams: Streams) -> list[threading.Thread]:
-    lock = threading.Lock()
-    assert process.stdout is not None
-    assert process.stderr is not None
-    pairs = ((process.stdout, streams.out), (process.stderr, streams.err))
-    pumps = [threading.Thread(target=_pump, args=(source, sink, log, lock), daemon=True) for source, sink in pairs]
-    for pump in pumps:
-        pump.start()
-    return pumps
-
-
 def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock) -> None:
     """A terminal that has closed, or a disk that is full, must not stop the program.
 
@@ -240,23 +235,19 @@ class ProcessWatch:
         gpus: dict[str, int] = {}
         if now >= self._gpu_at and self._has_gpus is not False:
             self._gpu_at = now + GPU_EVERY_S
-            gpus = self._gpus(occupancy(), set(pids))
+            devices = occupancy().devices
+            self._has_gpus = bool(devices)
+            for device in devices:
+                ours = [each.held_bytes for each in device.holders if each.pid in pids and each.held_bytes is not None]
+                if ours:
+                    gpus[device.word] = sum(ours)
+                    self.peak.own_bytes = max(self.peak.own_bytes, sum(ours))
+                elif device.total_bytes is not None and device.free_bytes is not None:
+                    gpus[device.word] = device.total_bytes - device.free_bytes
+            for word, size in gpus.items():
+                self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
         with suppress(OSError), self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"at": round(time.time(), 1), "host_bytes": host, "gpu_bytes": gpus}) + "\n")
         silent_s = None if self._still is None else self._still.look(pids)
         if silent_s is not None:
             self.stuck = ask_for_stacks(pids, silent_s, self._folder)
-
-    def _gpus(self, seen: Occupancy, pids: set[int]) -> dict[str, int]:
-        self._has_gpus = bool(seen.devices)
-        held: dict[str, int] = {}
-        for device in seen.devices:
-            ours = [each.held_bytes for each in device.holders if each.pid in pids and each.held_bytes is not None]
-            if ours:
-                held[device.word] = sum(ours)
-                self.peak.own_bytes = max(self.peak.own_bytes, sum(ours))
-            elif device.total_bytes is not None and device.free_bytes is not None:
-                held[device.word] = device.total_bytes - device.free_bytes
-        for word, size in held.items():
-            self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
-        return held

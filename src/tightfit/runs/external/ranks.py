@@ -34,7 +34,17 @@ def ranks_of(external: ExternalTraining, hardware: Hardware, environment: Mappin
         nodes = (_launcher_word(external, "nnodes") or environment.get("PET_NNODES") or "1").partition(":")[0]
         return RankCount(_count(nodes) or 1, there if word in ("gpu", "auto") else _count(word) or 1)
     if command.starter == "deepspeed":
-        return _deepspeed(external, there)
+        include = _launcher_word(external, "include", "i")
+        if include is not None and ":" in include:
+            hosts = [host.partition(":")[2] for host in include.split("@")]
+            return RankCount(len(hosts), max(gpus.count(",") + 1 for gpus in hosts))
+        slots: list[int] = []  # of each host; empty where the file says nothing
+        hostfile = _launcher_word(external, "hostfile", "H")
+        if hostfile is not None and Path(hostfile).is_file():
+            listed = Path(hostfile).read_text(encoding="utf-8", errors="replace")
+            slots = [int(count) for _, count in _SLOTS.findall(listed)]
+        machines = _count(_launcher_word(external, "num_nodes")) or len(slots) or 1
+        return RankCount(machines, _count(_launcher_word(external, "num_gpus")) or min(slots, default=there))
     if command.starter in ("accelerate", "trl"):
         # `num_processes` counts those of all machines
         said = {}
@@ -59,24 +69,6 @@ def visible_gpus(hardware: Hardware, environment: Mapping[str, str]) -> int:
                 raise ConfigError(Message("external.hides-gpus", name=name, value=environment[name]))
             return min(len(shown), hardware.gpus_per_node)
     return hardware.gpus_per_node
-
-
-def _deepspeed(external: ExternalTraining, there: int) -> RankCount:
-    include = _launcher_word(external, "include", "i")
-    if include is not None and ":" in include:
-        hosts = [host.partition(":")[2] for host in include.split("@")]
-        return RankCount(len(hosts), max(gpus.count(",") + 1 for gpus in hosts))
-    slots = _hostfile(_launcher_word(external, "hostfile", "H"))
-    nodes = _count(_launcher_word(external, "num_nodes")) or (len(slots) or 1)
-    return RankCount(nodes, _count(_launcher_word(external, "num_gpus")) or min(slots, default=there))
-
-
-def _hostfile(name: str | None) -> list[int]:
-    """The slots of each host; empty where the file says nothing."""
-    path = None if name is None else Path(name)
-    if path is None or not path.is_file():
-        return []
-    return [int(slots) for _, slots in _SLOTS.findall(path.read_text(encoding="utf-8", errors="replace"))]
 
 
 def _launcher_word(external: ExternalTraining, *names: str) -> str | None:

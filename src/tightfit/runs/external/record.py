@@ -75,7 +75,19 @@ def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False
     """The folder for this command: the named one, one that such a command was killed in, or a new one. `take_over`: the
     user says that whoever held it on another machine has gone."""
     if named is not None:
-        return _claim_folder(named, tuple(command), take_over=take_over)
+        if named.exists() and (not named.is_dir() or any(named.iterdir())):
+            before = find_abandoned(named)
+            if before is None:
+                record = read_run(named) if named.is_dir() else None
+                if record is not None and record.lives:
+                    raise ConfigError(Message("external.output-in-use", path=named, pid=record.pid))
+                raise ConfigError(Message("external.output-there", path=named))
+            if before.command != tuple(command):
+                raise ConfigError(Message("external.other-command", path=named, command=shlex.join(before.command)))
+            return _take_over(named, before, take_over=take_over)
+        place = _make(named, exist_ok=True)
+        assert place is not None
+        return place
     numbered = [Path(f"{FOLDER}-{number}") for number in range(1, _MOST_FOLDERS)]
     there = [path for path in numbered if path.exists()]
     for path in reversed(there):
@@ -94,22 +106,6 @@ def find_abandoned(path: Path) -> ExternalRecord | None:
     on another machine its lock tells more."""
     record = find_record(path / RECORD, ExternalRecord)
     return record if record is not None and record.state == "running" and not record.lives else None
-
-
-def _claim_folder(path: Path, command: tuple[str, ...], *, take_over: bool) -> ClaimedRun:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        before = find_abandoned(path)
-        if before is None:
-            record = read_run(path) if path.is_dir() else None
-            if record is not None and record.lives:
-                raise ConfigError(Message("external.output-in-use", path=path, pid=record.pid))
-            raise ConfigError(Message("external.output-there", path=path))
-        if before.command != command:
-            raise ConfigError(Message("external.other-command", path=path, command=shlex.join(before.command)))
-        return _take_over(path, before, take_over=take_over)
-    place = _make(path, exist_ok=True)
-    assert place is not None
-    return place
 
 
 def _make(path: Path, *, exist_ok: bool = False) -> ClaimedRun | None:

@@ -98,7 +98,9 @@ class TrainingScript:
         """The first of these settings that the script decides itself, whatever it was started with."""
         if self._tree is None:
             return next((name for name in names if name in self.text), None)
-        written = {name for name, value in _assignments(self._tree) if not _hands_on(value, name)}
+        # but for the setting itself, as it came: `per_device_train_batch_size=args.per_device_train_batch_size`
+        given = _assignments(self._tree)
+        written = {name for name, value in given if value is None or _last_name(value) != name}
         return next((name for name in names if name in written), None)
 
     @cached_property
@@ -184,11 +186,6 @@ def _named(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return (node.value,)  # a key of a DeepSpeed config
     return ()
-
-
-def _hands_on(value: ast.expr | None, name: str) -> bool:
-    """Whether it is the setting itself, as it came: `per_device_train_batch_size=args.per_device_train_batch_size`."""
-    return value is not None and _last_name(value) == name
 
 
 def _last_name(node: ast.expr) -> str:

@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,13 +141,17 @@ class ExternalTrainer:
         for said in clear(inherited(self.external.environment), since=began):
             self.say(str(said))
         state, verdict = self._judge(gone, place / LOG)
+        steps: list[bytes] = []  # as the trainer's progress bars say them
+        with suppress(OSError), (place / LOG).open("rb") as file:
+            file.seek(max(0, (place / LOG).stat().st_size - _TAIL_BYTES))
+            steps = _PROGRESS.findall(file.read())
         no_result = gone.code == 0 and state == "failed"
         self.exit_code = NO_RESULT if no_result else gone.code if gone.code >= 0 else 128 - gone.code
         return Attempt(
             outcome=Outcome(state=state, exit_code=self.exit_code, failure=None, tally=Tally()),
             exit_codes=(gone.code,),
             verdict=verdict,
-            last_step=_last_step(place / LOG),
+            last_step=int(steps[-1]) if steps else None,
         )
 
     def _judge(self, gone: Gone, log: Path) -> tuple[State, Verdict | None]:
@@ -353,14 +358,3 @@ def _describe_hang(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
         named = blame_build_lock(found, Message("runs.the-command"), locks)
         return replace(named, kind="environment") if locks else named  # it would wait again
     return found
-
-
-def _last_step(log: Path) -> int | None:
-    """What the last progress bar of a trainer says."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            found = _PROGRESS.findall(file.read())
-    except OSError:
-        return None
-    return int(found[-1]) if found else None
