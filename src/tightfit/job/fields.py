@@ -362,21 +362,15 @@ def _mend(value: Any, takes: Takes) -> Any:
         by_fold = {_fold(word): word for word in takes.words}
         return by_fold.get(_fold(value), value.lower() if "layers:K" in takes.words else value)
     if takes.kind == "list":
-        return _mend_list(value, takes)
+        assert takes.item is not None
+        if isinstance(value, str):
+            value = [word.strip() for word in value.split(",") if word.strip()]
+        elif isinstance(value, int) and not isinstance(value, bool):
+            value = [value]
+        if "all" in takes.words and value in (["all"], ["all-linear"]):
+            return "all"
+        return [_mend(each, takes.item) for each in value] if isinstance(value, list) else value
     return value
-
-
-def _mend_list(value: Any, takes: Takes) -> Any:
-    assert takes.item is not None
-    if isinstance(value, str):
-        value = [word.strip() for word in value.split(",") if word.strip()]
-    elif isinstance(value, int) and not isinstance(value, bool):
-        value = [value]
-    if not isinstance(value, list):
-        return value
-    if "all" in takes.words and value in (["all"], ["all-linear"]):
-        return "all"
-    return [_mend(each, takes.item) for each in value]
 
 
 def _fold(word: str) -> str:

@@ -177,7 +177,17 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     for ending, other in (("epochs", "max_steps"), ("max_steps", "epochs")):
         if ending in given and other not in given:
             tree.pop(other, None)
-    _check_warmup(given)
+    # a job has one field for both, in which the size tells a count from a share
+    if "warmup_steps" in given and "warmup_ratio" in given:
+        both, fix = {"name": "--warmup-steps", "other": "--warmup-ratio"}, Message("job.keep-one")
+        raise ConfigError(Message("job.said-twice", **both, file=None, fix=fix))
+    if "warmup_steps" in given and 0 < (as_number(str(given["warmup_steps"])) or 0) < 1:
+        steps, must = shown(given["warmup_steps"]), Message("inputs.whole-number")
+        raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-steps", must=must, value=steps))
+    share = str(given.get("warmup_ratio", 0)).strip()
+    if (as_number(share.removesuffix("%")) or 0) >= (100 if share.endswith("%") else 1):
+        ratio, must = shown(given["warmup_ratio"]), Message("job.share")
+        raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-ratio", must=must, value=ratio))
     if "save_every" in given or "save_steps" in given:
         for field in EVERY_FIELDS:
             tree.get("saving", {}).pop(field, None)
@@ -196,20 +206,6 @@ def job_from_flags(values: Mapping[str, Any], base: Job | None = None) -> Job:
     if adapters and _adapters_idle(job):
         raise ConfigError(Message("inputs.no-adapters", flag=spelt(adapters)))
     return job
-
-
-def _check_warmup(given: Mapping[str, Any]) -> None:
-    """A job has one field for both, in which the size tells a count from a share."""
-    if "warmup_steps" in given and "warmup_ratio" in given:
-        names, fix = {"name": "--warmup-steps", "other": "--warmup-ratio"}, Message("job.keep-one")
-        raise ConfigError(Message("job.said-twice", **names, file=None, fix=fix))
-    if "warmup_steps" in given and 0 < (as_number(str(given["warmup_steps"])) or 0) < 1:
-        value, must = shown(given["warmup_steps"]), Message("inputs.whole-number")
-        raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-steps", must=must, value=value))
-    text = str(given.get("warmup_ratio", 0)).strip()
-    if (as_number(text.removesuffix("%")) or 0) >= (100 if text.endswith("%") else 1):
-        value, must = shown(given["warmup_ratio"]), Message("job.share")
-        raise ConfigError(Message("inputs.flag-must-be", flag="--warmup-ratio", must=must, value=value))
 
 
 def dump_job(block: Any) -> dict[str, Any]:

@@ -143,7 +143,18 @@ class _Translation:
         num_gpus = self.top.integer("num_gpus", least=1)
         if num_gpus is not None and num_gpus > MAX_GPUS_PER_NODE:
             raise self.top.wrong("num_gpus", Message("inputs.at-most", most=MAX_GPUS_PER_NODE))
-        self._model()
+        preset = self.top.text("preset")
+        if preset is not None:
+            self._put("model", preset, "preset")
+        family, model = self.top.text("model_type"), self.tree.get("model")
+        if family is not None and isinstance(model, Mapping):
+            for key in ("family", "model_type"):
+                if model.get(key, family) != family:
+                    raise self._twice("job.two-families", "model_type", f"model.{key}", at=f"model.{key}")
+            rest = {key: value for key, value in model.items() if key != "model_type"}
+            self.tree["model"] = {"family": family, **rest}
+        elif family is not None and model is not None:
+            self.said.append(Message("job.needless-model-type", key="model_type", file=self.file))
         aside: list[str] = []
         for key, value in self.training.values.items():
             if key == "max_steps" and value == -1:
@@ -200,22 +211,6 @@ class _Translation:
             self.said.append(Message("job.gpus-of-this-machine", key="num_gpus", file=self.file, count=num_gpus))
         return Translated(tree=self.tree, names=self.names, said=tuple(self.said), num_gpus=num_gpus)
 
-    def _model(self) -> None:
-        preset = self.top.text("preset")
-        if preset is not None:
-            self._put("model", preset, "preset")
-        family, model = self.top.text("model_type"), self.tree.get("model")
-        if family is None:
-            return
-        if isinstance(model, Mapping):
-            for key in ("family", "model_type"):
-                if model.get(key, family) != family:
-                    raise self._twice("job.two-families", "model_type", f"model.{key}", at=f"model.{key}")
-            rest = {key: value for key, value in model.items() if key != "model_type"}
-            self.tree["model"] = {"family": family, **rest}
-        elif model is not None:
-            self.said.append(Message("job.needless-model-type", key="model_type", file=self.file))
-
     def _batch(self, num_gpus: int | None) -> None:
         """The sequences of a step, where the file says how many each GPU does and how often."""
         parts = [self._one_of(_BATCH), self._one_of(_ACCUMULATION)]
@@ -226,7 +221,16 @@ class _Translation:
             name, fix = given[0][0], Message("job.keep-one")
             raise ConfigError(Message("job.batch-twice", name=name, file=self.file, fix=fix), at=name)
         factors = [f"{name} {count}" for name, count in given]
-        world = self._world(num_gpus)
+        # the GPUs that train, as far as the file says
+        word, ids = self._at("hardware.gpus"), self._at("hardware.gpu_ids")
+        chosen = ids.split(",") if isinstance(ids, str) else ids
+        world = len(chosen) if num_gpus is None and isinstance(chosen, list) else num_gpus
+        if isinstance(word, str) and word.strip().lower() != "this":
+            try:
+                hardware = parse_hardware(word)
+                world = hardware.nodes * (world or hardware.gpus_per_node)
+            except HardwareError:  # the check of that field will say it
+                world = 1
         if world is None:
             # Without a number of GPUs there is no product to keep, so its factors stay as they are.
             for lever, part in zip(("micro_batch", "accum"), parts, strict=True):
@@ -239,19 +243,6 @@ class _Translation:
             batch *= count
         self._put("effective_batch", batch, given[0][0])
         self.said.append(Message("job.batch-is", factors=" × ".join(factors), gpus=world, file=self.file, batch=batch))
-
-    def _world(self, num_gpus: int | None) -> int | None:
-        """The GPUs that train, as far as the file says."""
-        word, ids = self._at("hardware.gpus"), self._at("hardware.gpu_ids")
-        chosen = ids.split(",") if isinstance(ids, str) else ids
-        count = len(chosen) if num_gpus is None and isinstance(chosen, list) else num_gpus
-        if not isinstance(word, str) or word.strip().lower() == "this":
-            return count
-        try:
-            hardware = parse_hardware(word)
-        except HardwareError:  # the check of that field will say it
-            return 1
-        return hardware.nodes * (count or hardware.gpus_per_node)
 
     def _one_of(self, keys: tuple[str, ...]) -> tuple[str, int] | None:
         given = [key for key in keys if self.training.says(key)]

@@ -101,8 +101,26 @@ def _check_alone(sheet: Sheet) -> None:
                 )
         elif not sheet.get("main_process_ip"):
             sheet.note("acc-machines", "main_process_ip", "accelerate.no-address", "accelerate.write-address")
-    if sheet.has("gpu_ids"):
-        _check_gpu_ids(sheet, processes, machines)
+    ids = sheet.get("gpu_ids")
+    if ids is not None and not isinstance(ids, str):
+        what = Message("accelerate.takes-text", ids=shown(ids))
+        words = ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)
+        sheet.say("acc-gpu-ids", "gpu_ids", what, Message("lint.write-quoted", what=f"'{words}'"))
+    elif ids not in (None, "all") and processes is not None:
+        count = len([word for word in ids.split(",") if word.strip()])
+        here = int(processes // machines)
+        if here > count:
+            sheet.note(
+                "acc-gpu-ids",
+                "gpu_ids",
+                "accelerate.too-few-ids",
+                Message("accelerate.name-more-gpus", here=here, count=count * machines),
+                here=here,
+                count=count,
+            )
+        elif here < count:
+            what = Message("accelerate.idle-gpus", here=here, count=count)
+            sheet.say("acc-idle-gpus", "gpu_ids", what, propose(f"num_processes: {count * machines}"))
     if kind == "DEEPSPEED":
         _check_deepspeed(sheet)
     if kind == "FSDP":
@@ -184,34 +202,6 @@ def _check_type(sheet: Sheet) -> str | None:
 
 def _bare_no(key: str) -> Message:
     return Message("accelerate.bare-no", key=key)
-
-
-# --- processes and machines ---------------------------------------------------------------------
-
-
-def _check_gpu_ids(sheet: Sheet, processes: float | None, machines: int) -> None:
-    ids = sheet.get("gpu_ids")
-    if ids in (None, "all"):
-        return
-    if not isinstance(ids, str):
-        what = Message("accelerate.takes-text", ids=shown(ids))
-        words = ",".join(map(str, ids)) if isinstance(ids, list) else str(ids)
-        sheet.say("acc-gpu-ids", "gpu_ids", what, Message("lint.write-quoted", what=f"'{words}'"))
-        return
-    count = len([word for word in ids.split(",") if word.strip()])
-    here = None if processes is None else int(processes // machines)
-    if here is not None and here > count:
-        sheet.note(
-            "acc-gpu-ids",
-            "gpu_ids",
-            "accelerate.too-few-ids",
-            Message("accelerate.name-more-gpus", here=here, count=count * machines),
-            here=here,
-            count=count,
-        )
-    elif here is not None and here < count:
-        what = Message("accelerate.idle-gpus", here=here, count=count)
-        sheet.say("acc-idle-gpus", "gpu_ids", what, propose(f"num_processes: {count * machines}"))
 
 
 # --- DeepSpeed ----------------------------------------------------------------------------------

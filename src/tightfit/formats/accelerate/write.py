@@ -77,7 +77,37 @@ def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> s
             raise ConfigError(Message("accelerate.fsdp2-has-no-file"))
         raise ConfigError(Message("accelerate.engine-needs-file", engine=way.levers.engine))
     hardware, on_cpu = way.hardware, way.hardware.gpu.vendor == "cpu"
-    engine = _fsdp(way) if deepspeed_file is None else _deepspeed(way, target, deepspeed_file)
+    levers = way.levers
+    if deepspeed_file is None:
+        block: Block = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": layer_class(way),
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": levers.offload_param == "cpu",
+            "fsdp_cpu_ram_efficient_loading": loads_once(way),
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_activation_checkpointing": all_or_none(way),
+        }
+        if block["fsdp_transformer_layer_cls_to_wrap"] is None:
+            del block["fsdp_transformer_layer_cls_to_wrap"]
+        if levers.checkpointing.offload:
+            block["fsdp_activation_checkpointing_offload"] = True
+        precision = "no" if pure_16bit(levers) else MIXED[levers.precision]
+        engine = {"distributed_type": "FSDP", "mixed_precision": precision, "fsdp_config": block}
+    else:
+        block = {
+            "deepspeed_config_file": deepspeed_file,
+            "zero3_init_flag": levers.stage == 3 and levers.method != "qlora",
+        }
+        experts = any(isinstance(kind.mlp, Moe) for kind in way.shape.blocks)
+        classes = EXPERT_CLASSES.get(way.shape.model_type)
+        separate = release(target.transformers_version) < EXPERTS_FUSED_SINCE
+        if experts and classes and levers.stage == 3 and separate:
+            block["deepspeed_moe_layer_cls_names"] = classes
+        if hardware.nodes > 1:
+            block["deepspeed_multinode_launcher"] = "standard"
+        engine = {"distributed_type": "DEEPSPEED", "deepspeed_config": block}
     ids = gpu_ids_of(plan, target)
     values: Block = {
         "compute_environment": "LOCAL_MACHINE",
@@ -130,44 +160,6 @@ def layer_class(way: Way) -> str | None:
 def all_or_none(way: Way) -> bool:
     """Whether trainers that recompute all layers or none should recompute: none would need more than was priced."""
     return way.levers.checkpointing.layers != 0
-
-
-# --- the two shapes -----------------------------------------------------------------------------
-
-
-def _deepspeed(way: Way, target: Target, deepspeed_file: str) -> Block:
-    block: Block = {
-        "deepspeed_config_file": deepspeed_file,
-        "zero3_init_flag": way.levers.stage == 3 and way.levers.method != "qlora",
-    }
-    experts = any(isinstance(kind.mlp, Moe) for kind in way.shape.blocks)
-    if experts and way.levers.stage == 3:
-        classes = EXPERT_CLASSES.get(way.shape.model_type)
-        if classes and release(target.transformers_version) < EXPERTS_FUSED_SINCE:
-            block["deepspeed_moe_layer_cls_names"] = classes
-    if way.hardware.nodes > 1:
-        block["deepspeed_multinode_launcher"] = "standard"
-    return {"distributed_type": "DEEPSPEED", "deepspeed_config": block}
-
-
-def _fsdp(way: Way) -> Block:
-    levers = way.levers
-    block: Block = {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": layer_class(way),
-        "fsdp_reshard_after_forward": True,
-        "fsdp_offload_params": levers.offload_param == "cpu",
-        "fsdp_cpu_ram_efficient_loading": loads_once(way),
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_activation_checkpointing": all_or_none(way),
-    }
-    if block["fsdp_transformer_layer_cls_to_wrap"] is None:
-        del block["fsdp_transformer_layer_cls_to_wrap"]
-    if levers.checkpointing.offload:
-        block["fsdp_activation_checkpointing_offload"] = True
-    precision = "no" if pure_16bit(levers) else MIXED[levers.precision]
-    return {"distributed_type": "FSDP", "mixed_precision": precision, "fsdp_config": block}
 
 
 def loads_once(way: Way) -> bool:

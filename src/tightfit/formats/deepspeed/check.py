@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,7 +72,10 @@ def deepspeed_beside(sheet: Sheet, place: str) -> Sheet | None:
 
 def _read(sheet: Sheet, place: str, name: str) -> Document | None:
     """The file of that name. Where there is none, the trainer fails as well."""
-    found = _find(name, sheet.document.path)
+    found = None
+    with suppress(ValueError, RuntimeError, OSError):  # a path that no file system can hold, a home that nobody has
+        places = (Path(name).expanduser(), sheet.document.path.parent / name)
+        found = next((each for each in places if each.is_file()), None)
     if found is None:
         folder = sheet.document.path.parent
         close = nearest(Path(name).name, [other.name for other in folder.glob("*.json")]) if folder.is_dir() else None
@@ -85,14 +89,6 @@ def _read(sheet: Sheet, place: str, name: str) -> Document | None:
         problem, remedy = part_fault(error)
         what = Message("lint.cannot-start", what=problem)
         sheet.say("pair-missing", place, what, remedy or Message("lint.write-deepspeed-config"))
-        return None
-
-
-def _find(name: str, beside: Path) -> Path | None:
-    try:
-        places = (Path(name).expanduser(), beside.parent / name)
-        return next((place for place in places if place.is_file()), None)
-    except (ValueError, RuntimeError, OSError):  # a path that no file system can hold, a home that nobody has
         return None
 
 
@@ -291,7 +287,12 @@ def _check_block(sheet: Sheet, path: str) -> None:
             if value is None
             else value == "auto" and "." in place
         ):
-            _not_a_block(sheet, place, value)
+            if place == "zero_optimization" and isinstance(value, bool):
+                what = Message("deepspeed.old-form", value=shown(value), stage=int(value))
+                sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-stage-block"))
+            else:
+                what = Message("deepspeed.must-be-block", place=place, value=shown(value))
+                sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-enabled-block"))
 
 
 def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
@@ -339,18 +340,6 @@ def _too_new(sheet: Sheet, place: str) -> bool:
     else:
         sheet.note("ds-too-new", place, "deepspeed.not-yet-refused", fix, version=version, place=place)
     return True
-
-
-def _not_a_block(sheet: Sheet, place: str, value: object) -> None:
-    if place == "zero_optimization" and isinstance(value, bool):
-        what = Message("deepspeed.old-form", value=shown(value), stage=int(value))
-        sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-stage-block"))
-        return
-    what = Message("deepspeed.must-be-block", place=place, value=shown(value))
-    sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-enabled-block"))
-
-
-# --- values -------------------------------------------------------------------------------------
 
 
 # --------------------------------------------------------------------------------------------------
@@ -467,19 +456,21 @@ _TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false",
 """Text that pydantic takes for a switch, in any case of letters."""
 
 
-def _table() -> Iterator[tuple[str, Takes]]:
-    for block, names in _SWITCHES.items():
-        for name in names.split():
-            nullable = name in _NULLABLE or (not block and name != "wall_clock_breakdown")
-            yield f"{block}.{name}" if block else name, Takes(kind="switch", nullable=nullable)
-    for block, least in _WHOLE.items():
-        for name, bound in least.items():
-            takes = Takes(kind="whole", least=bound, nullable=not block)
-            yield f"{block}.{name}" if block else name, takes
-    yield from _OTHER.items()
-
-
-TAKES: dict[str, Takes] = dict(_table())
+TAKES: dict[str, Takes] = {
+    **{
+        f"{block}.{name}" if block else name: Takes(
+            kind="switch", nullable=name in _NULLABLE or (not block and name != "wall_clock_breakdown")
+        )
+        for block, names in _SWITCHES.items()
+        for name in names.split()
+    },
+    **{
+        f"{block}.{name}" if block else name: Takes(kind="whole", least=bound, nullable=not block)
+        for block, least in _WHOLE.items()
+        for name, bound in least.items()
+    },
+    **_OTHER,
+}
 """Dotted key → what it takes. Of two spellings, with `stage3_` and without, both are here."""
 TAKES |= {f"{_ZERO}.{name}": TAKES[f"{_ZERO}.stage3_{name}"] for name in PREFIXED}
 TAKES |= {key.replace("bf16.", "bfloat16.", 1): takes for key, takes in TAKES.items() if key.startswith("bf16.")}
@@ -628,17 +619,13 @@ def _check_scheduler(sheet: Sheet) -> None:
                 what,
                 propose(close),
             )
-    _check_warmup(sheet, f"{place}.warmup_num_steps")
-
-
-def _check_warmup(sheet: Sheet, place: str) -> None:
-    steps = sheet.get(place)
-    if steps in (None, "auto") or release(sheet.target.deepspeed_version) < release(WARMUP_CHECKED_SINCE):
-        return
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    steps = sheet.get(f"{place}.warmup_num_steps")
+    is_checked = release(sheet.target.deepspeed_version) >= release(WARMUP_CHECKED_SINCE)
+    is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+    if steps not in (None, "auto") and is_checked and not is_count:
         what = Message("deepspeed.warmup-steps", steps=shown(steps))
-        number = sheet.number(place)
-        sheet.say("ds-scheduler-params", place, what, propose(max(1, round(number or 1))))
+        number = sheet.number(f"{place}.warmup_num_steps")
+        sheet.say("ds-scheduler-params", f"{place}.warmup_num_steps", what, propose(max(1, round(number or 1))))
 
 
 DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")

@@ -46,7 +46,16 @@ def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
         include = "@".join(f"{name}:{listed}" for name, _ in hosts)
         where = f'--hostfile hostfile --include "{include}"'
     elif obeys_visible(plan, target, "deepspeed"):
-        yield from _slots(plan)
+        # the first of `gpus` as DeepSpeed's slots, in `slots`
+        yield f"# {text('launch.handed-on')}"
+        yield 'slots=""'
+        yield f'for gpu in "${{gpus[@]:0:{hardware.gpus_per_node}}}"; do'
+        yield '  [[ "$gpu" =~ ^[0-9]+$ && ",$slots," != *",$gpu,"* ]] ||'
+        yield f'    {{ echo "launch.sh: {text("launch.numbers-only")}" >&2; exit 2; }}'
+        yield '  slots="${slots:+$slots,}$gpu"'
+        yield "done"
+        if hardware.gpu.vendor in HIP:
+            yield "unset HIP_VISIBLE_DEVICES"
         where = '--include "localhost:$slots"'
     else:
         where = f'--include "localhost:{listed}"'
@@ -55,20 +64,6 @@ def deepspeed_command(plan: Plan, target: Target) -> Iterator[str]:
     yield f"  {where} \\"
     yield f'  --master_port "${{MASTER_PORT:-{target.port}}}" --no_local_rank \\'
     yield f'  {WORKER} "$@"'
-
-
-def _slots(plan: Plan) -> Iterator[str]:
-    """The first of `gpus` as DeepSpeed's slots, in `slots`."""
-    hardware = require_way(plan).hardware
-    yield f"# {text('launch.handed-on')}"
-    yield 'slots=""'
-    yield f'for gpu in "${{gpus[@]:0:{hardware.gpus_per_node}}}"; do'
-    yield '  [[ "$gpu" =~ ^[0-9]+$ && ",$slots," != *",$gpu,"* ]] ||'
-    yield f'    {{ echo "launch.sh: {text("launch.numbers-only")}" >&2; exit 2; }}'
-    yield '  slots="${slots:+$slots,}$gpu"'
-    yield "done"
-    if hardware.gpu.vendor in HIP:
-        yield "unset HIP_VISIBLE_DEVICES"
 
 
 DIALECT = Dialect(

@@ -110,19 +110,16 @@ def check_values(
             if number is None:
                 continue
             if not exponents_are_numbers or key in sheet.document.quoted:
-                _text(sheet, key, value, number)
+                plain = sheet.document.syntax == "yaml" and key not in sheet.document.quoted
+                mantissa, _, exponent = value.lower().partition("e")
+                right = f"{mantissa}.0e{exponent}" if plain and exponent else value
+                id_ = "huggingface.text-without-point" if plain else "huggingface.text-in-quotes"
+                fix = propose(right) if plain else Message("lint.write-unquoted", what=right)
+                fix = propose(round(number)) if key in WHOLE else fix
+                sheet.note("hf-number-text", key, id_, fix, value=shown(value))
                 continue
         if key in whole and isinstance(number, float):
             sheet.note("hf-not-whole", key, "huggingface.fraction", propose(round(number)), value=shown(value), key=key)
-
-
-def _text(sheet: Sheet, key: str, value: str, number: float) -> None:
-    plain = sheet.document.syntax == "yaml" and key not in sheet.document.quoted
-    mantissa, _, exponent = value.lower().partition("e")
-    right = f"{mantissa}.0e{exponent}" if plain and exponent else value
-    what = Message("huggingface.text-without-point" if plain else "huggingface.text-in-quotes", value=shown(value))
-    fix = propose(right) if plain else Message("lint.write-unquoted", what=right)
-    sheet.say("hf-number-text", key, what, propose(round(number)) if key in WHOLE else fix)
 
 
 def check_together(sheet: Sheet) -> None:
@@ -186,9 +183,16 @@ def check_deepspeed_pair(sheet: Sheet) -> Sheet | None:
             and not (name == "bf16" and sheet.on("pure_bf16"))
         ):
             _mismatch(sheet, deepspeed, name, sheet.on(name), f"{name}.enabled")
-    _check_clipping(sheet, deepspeed)
+    file, version = deepspeed.document.path.name, sheet.target.deepspeed_version
+    # DeepSpeed clips, not the trainer; and transformers fills in a key only where it is written
+    wanted = sheet.number("max_grad_norm")
+    ((since, before, now),) = [moved[1:] for moved in MOVED_DEFAULTS if moved[0] == "gradient_clipping"]
+    clips = now if release(version) >= release(since) else before
+    if wanted is not None and deepspeed.get("gradient_clipping") is None and clips != wanted:
+        does = Message("huggingface.clips-at", clips=clips) if clips else Message("huggingface.clips-nothing")
+        what = Message("huggingface.clipping-not-there", file=file, version=version, does=does)
+        sheet.say("pair-clipping", "max_grad_norm", what, Message("huggingface.add-clipping", file=file, wanted=wanted))
     optim = sheet.get("optim")
-    file = deepspeed.document.path.name
     if deepspeed.block("optimizer"):
         kind = deepspeed.get("optimizer.type")
         if isinstance(optim, str) and not optim.startswith("adamw_torch"):
@@ -204,21 +208,6 @@ def check_deepspeed_pair(sheet: Sheet) -> Sheet | None:
         sheet.say("pair-optim-ignored", "lr_scheduler_type", what, Message("huggingface.delete-scheduler", file=file))
     check_deepspeed(deepspeed)
     return deepspeed
-
-
-def _check_clipping(sheet: Sheet, deepspeed: Sheet) -> None:
-    """DeepSpeed clips, not the trainer; and transformers fills in a key only where it is written."""
-    wanted, file = sheet.number("max_grad_norm"), deepspeed.document.path.name
-    if wanted is None or deepspeed.get("gradient_clipping") is not None:
-        return
-    version = sheet.target.deepspeed_version
-    ((since, before, now),) = [moved[1:] for moved in MOVED_DEFAULTS if moved[0] == "gradient_clipping"]
-    clips = now if release(version) >= release(since) else before
-    if clips == wanted:
-        return
-    does = Message("huggingface.clips-at", clips=clips) if clips else Message("huggingface.clips-nothing")
-    what = Message("huggingface.clipping-not-there", file=file, version=version, does=does)
-    sheet.say("pair-clipping", "max_grad_norm", what, Message("huggingface.add-clipping", file=file, wanted=wanted))
 
 
 def _number(sheet: Sheet, field: str, default: float) -> float:

@@ -167,8 +167,15 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     # LLaMA-Factory's own list of what does not go together. None: FSDP, or neither
     stage3 = deepspeed is not None and stage_of(deepspeed) == 3
     fsdp = bool(sheet.get("fsdp"))
-    if stage3 or fsdp:
-        _check_sharded_quantization(sheet, "ZeRO-3" if stage3 else "FSDP")
+    bits, library = sheet.number("quantization_bit"), str(sheet.get("quantization_method") or "bnb")
+    if (stage3 or fsdp) and bits is not None:
+        engine = "ZeRO-3" if stage3 else "FSDP"
+        if library in ("hqq", "eetq"):
+            what = Message("llamafactory.refuses-library", library=library, engine=engine)
+            sheet.say("pair-quantization", "quantization_method", what, Message("llamafactory.write-bnb"))
+        elif bits != 4:
+            what = Message("llamafactory.refuses-sharded-bits", bits=bits, engine=engine)
+            sheet.say("pair-quantization", "quantization_bit", what, Message("llamafactory.write-4-bits"))
     if stage3:
         for key, fix in _ZERO3_REFUSES.items():
             if sheet.on(key):
@@ -181,9 +188,6 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
         if sheet.on("use_badam") and not stage3:
             sheet.note("pair-deepspeed", "use_badam", "llamafactory.badam-needs-zero3", "llamafactory.use-stage3")
     return deepspeed
-
-
-# --- data ---------------------------------------------------------------------------------------
 
 
 # --- the method ---------------------------------------------------------------------------------
@@ -218,29 +222,16 @@ def _check_method(sheet: Sheet) -> None:
     if method == "lora" and sheet.has("lora_rank") and not sheet.get("lora_alpha"):
         what = Message("llamafactory.alpha-left-out", value=2 * (sheet.number("lora_rank") or 8))
         sheet.say("lf-lora-alpha", "lora_rank", what, Message("llamafactory.write-alpha"))
-    _check_quantization(sheet, str(method))
-
-
-def _check_quantization(sheet: Sheet, method: str) -> None:
-    bits = sheet.number("quantization_bit")
+    bits, library = sheet.number("quantization_bit"), str(sheet.get("quantization_method") or "bnb")
     if bits is None:
         return
-    place = "quantization_bit"
     if method not in ("lora", "oft"):
         what = Message("llamafactory.refuses-quantised", method=method)
-        sheet.say("lf-quantization", place, what, Message("llamafactory.lora-or-no-bits"))
-    library = str(sheet.get("quantization_method") or "bnb")
+        sheet.say("lf-quantization", "quantization_bit", what, Message("llamafactory.lora-or-no-bits"))
     if library in _BITS and bits not in _BITS[library]:
         takes = listed(map(str, _BITS[library]))
-        sheet.note(
-            "lf-quantization",
-            place,
-            "llamafactory.refuses-bits",
-            propose(takes),
-            library=library,
-            bits=bits,
-            takes=takes,
-        )
+        what = Message("llamafactory.refuses-bits", library=library, bits=bits, takes=takes)
+        sheet.say("lf-quantization", "quantization_bit", what, propose(takes))
     for key in ("pissa_init", "resize_vocab"):
         if sheet.on(key):
             what = Message("llamafactory.refuses-on-quantised", key=key)
@@ -254,18 +245,6 @@ _ZERO3_REFUSES = {
     "pissa_init": Message("llamafactory.use-pissa-script"),
     "predict_with_generate": Message("llamafactory.use-lower-evaluating"),
 }
-
-
-def _check_sharded_quantization(sheet: Sheet, engine: str) -> None:
-    bits, library = sheet.number("quantization_bit"), str(sheet.get("quantization_method") or "bnb")
-    if bits is None:
-        return
-    if library in ("hqq", "eetq"):
-        what = Message("llamafactory.refuses-library", library=library, engine=engine)
-        sheet.say("pair-quantization", "quantization_method", what, Message("llamafactory.write-bnb"))
-    elif bits != 4:
-        what = Message("llamafactory.refuses-sharded-bits", bits=bits, engine=engine)
-        sheet.say("pair-quantization", "quantization_bit", what, Message("llamafactory.write-4-bits"))
 
 
 RULES = rules(

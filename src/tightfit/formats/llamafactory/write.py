@@ -277,9 +277,6 @@ def llamafactory_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     return tuple(notes)
 
 
-# --- what cannot be written ---------------------------------------------------------------------
-
-
 # --- the sections -------------------------------------------------------------------------------
 
 

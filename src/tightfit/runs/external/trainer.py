@@ -28,7 +28,6 @@ from tightfit.runs.build_lock import clear, find_left_locks
 from tightfit.runs.cause import NUMBERS, blame_build_lock, rule_out_memory
 from tightfit.runs.events import AttemptFailed, Tally
 from tightfit.runs.external.config import Edits, ExternalTraining, batch_of, edits_of, knobs_of, written
-from tightfit.runs.external.hang import Stuck
 from tightfit.runs.external.ladder import NextConfig, rungs, would_help
 from tightfit.runs.external.process import CommandStart, Gone, MemoryPeak, Streams, start_and_stay
 from tightfit.runs.external.resume import Kept, kept_by, means_of, output_of, saves_itself
@@ -157,9 +156,19 @@ class ExternalTrainer:
     def _judge(self, gone: Gone, log: Path) -> tuple[State, Verdict | None]:
         interrupted = gone.asked is not None and gone.code != 0
         if gone.stuck is not None and not interrupted:
-            return "failed", _describe_hang(
-                gone.stuck, find_left_locks(inherited(self.external.environment), ours_since=0.0)
+            # what was seen from outside, in the words of the catalogue's own hang
+            stuck, locks = gone.stuck, find_left_locks(inherited(self.external.environment), ours_since=0.0)
+            lines = [Line(source=f"process {pid}", number=None, text=where) for pid, where in stuck.stands]
+            hang = replace(
+                known_symptom("stuck", KnownConfig()),
+                cause=Message("external.stuck", seconds=stuck.silent_s),
+                confidence="likely",
+                evidence=(*lines, Line(source="stacks", number=None, text=str(stuck.how))),
             )
+            if stuck.waits_for_a_build or (locks and not stuck.told):
+                hang = blame_build_lock(hang, Message("runs.the-command"), locks)
+                hang = replace(hang, kind="environment") if locks else hang  # it would wait again
+            return "failed", hang
         failed = gone.code != 0 and not interrupted
         if not failed:
             self.advisor.learn(self.external, gone.peak)
@@ -343,18 +352,3 @@ def _because(*reasons: Said) -> Message:
     """Sentences of others lose their full stops."""
     plain = (Message("external.bare", said=said) if isinstance(said, Message) else bare(said) for said in reasons)
     return Message("runs.several", parts=Listing(plain, ";"))
-
-
-def _describe_hang(stuck: Stuck, locks: Sequence[Path]) -> Verdict:
-    """What was seen from outside, in the words of the catalogue's own hang."""
-    lines = [Line(source=f"process {pid}", number=None, text=place) for pid, place in stuck.stands]
-    found = replace(
-        known_symptom("stuck", KnownConfig()),
-        cause=Message("external.stuck", seconds=stuck.silent_s),
-        confidence="likely",
-        evidence=(*lines, Line(source="stacks", number=None, text=str(stuck.how))),
-    )
-    if stuck.waits_for_a_build or (locks and not stuck.told):
-        named = blame_build_lock(found, Message("runs.the-command"), locks)
-        return replace(named, kind="environment") if locks else named  # it would wait again
-    return found
