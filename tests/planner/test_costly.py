@@ -165,7 +165,7 @@ def test_so_many_gpus_do_and_the_next_fewer_do_not(model: str, word: str, ram: s
     count = costly.count_gpus(question, batch_asked=batch is not None)
     assert count is not None
     assert count > hardware.world
-    more = costly._more_machines(hardware)
+    more = costly.more_machines(hardware)
     if batch is not None:
         more = [each for each in more if batch % each.world == 0]
     index = [each.world for each in more].index(count)

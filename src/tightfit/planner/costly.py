@@ -20,7 +20,7 @@ from tightfit.model.presets import PRESETS
 from tightfit.planner.plan import Remedy
 from tightfit.planner.question import Question
 from tightfit.planner.search import fits_at_all, search, something_fits
-from tightfit.types import ModelShape
+from tightfit.types import Hardware, ModelShape
 
 ORDER: tuple[Allowance, ...] = get_args(Allowance)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -196,20 +196,23 @@ def smaller_models(shape: ModelShape) -> list[ModelShape]:
 # --- more GPUs ------------------------------------------------------------------------------------
 
 
+def more_machines(hardware: Hardware) -> list[Hardware]:
+    """More of the same: in the same machine up to eight, then in more machines, all of them full."""
+    room = max(FULL_NODE, hardware.gpus_per_node) if hardware.nodes == 1 else hardware.gpus_per_node
+    inside = [replace(hardware, gpus_per_node=gpus) for gpus in range(hardware.gpus_per_node + 1, room + 1)]
+    nodes = range(hardware.nodes + 1, MOST_GPUS // room + 1)
+    return [*inside, *(replace(hardware, nodes=count, gpus_per_node=room) for count in nodes)]
+
+
 def count_gpus(question: Question, *, batch_asked: bool) -> int | None:
     """The smallest number of these GPUs that would do; None: no number would, up to a thousand.
 
     An effective batch that was asked for stays, so the GPUs must share it evenly; the usual one grows with them.
     """
     hardware, batch = question.hardware, question.effective_batch
-    # more of the same: in the same machine up to eight, then in more machines, all of them full
-    room = max(FULL_NODE, hardware.gpus_per_node) if hardware.nodes == 1 else hardware.gpus_per_node
-    machines = [replace(hardware, gpus_per_node=gpus) for gpus in range(hardware.gpus_per_node + 1, room + 1)]
-    nodes = range(hardware.nodes + 1, MOST_GPUS // room + 1)
-    machines += [replace(hardware, nodes=count, gpus_per_node=room) for count in nodes]
     larger = [
         replace(question, hardware=more, effective_batch=batch if batch_asked else batch // hardware.world * more.world)
-        for more in machines
+        for more in more_machines(hardware)
         if not batch_asked or batch % more.world == 0
     ]
     low, high = -1, 0
