@@ -113,10 +113,12 @@ def check_values(
                 plain = sheet.document.syntax == "yaml" and key not in sheet.document.quoted
                 mantissa, _, exponent = value.lower().partition("e")
                 right = f"{mantissa}.0e{exponent}" if plain and exponent else value
-                id_ = "huggingface.text-without-point" if plain else "huggingface.text-in-quotes"
                 fix = propose(right) if plain else Message("lint.write-unquoted", what=right)
                 fix = propose(round(number)) if key in WHOLE else fix
-                sheet.note("hf-number-text", key, id_, fix, value=shown(value))
+                if plain:
+                    sheet.note("hf-number-text", key, "huggingface.text-without-point", fix, value=shown(value))
+                else:
+                    sheet.note("hf-number-text", key, "huggingface.text-in-quotes", fix, value=shown(value))
                 continue
         if key in whole and isinstance(number, float):
             sheet.note("hf-not-whole", key, "huggingface.fraction", propose(round(number)), value=shown(value), key=key)
