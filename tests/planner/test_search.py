@@ -156,7 +156,7 @@ def test_the_need_of_every_engine_but_zero3_is_a_valley(drawn: tuple[Question, c
     bottom = needs.index(min(needs))
     assert needs[: bottom + 1] == sorted(needs[: bottom + 1], reverse=True)
     assert needs[bottom:] == sorted(needs[bottom:])
-    assert needs[-1] - min(needs) <= Ladder(question, corner, set())._layer_input_bytes
+    assert needs[-1] - min(needs) <= Ladder(question, corner, set())._rise // (1 + len(question.caps))
 
 
 @properties(max_examples=60)
