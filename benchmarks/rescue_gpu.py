@@ -285,7 +285,10 @@ def run(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
     for each in lies(case, asked(words)):
         Calibrations(folder / "cache/tightfit").add(each)
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "120"}
-    environment |= {"TIGHTFIT_FAULTS": case.fault} if case.fault else {}
+    if case.fault:
+        tests = str(Path(__file__).parents[1] / "tests")
+        path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment |= {"TIGHTFIT_FAULTS": case.fault, "PYTHONPATH": path}
     command = [sys.executable, "-c", DESK, str(CARD_GIB * GIB), *words, "--json"]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S)

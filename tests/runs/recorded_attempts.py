@@ -1,6 +1,6 @@
 """Attempts that failed, as they were recorded: logs, last words, exit codes, heartbeats and the kernel's lines.
 
-Each folder of `recorded/` is what two real ranks left on the CPU when a fault of `train/faults.py` befell the second.
+Each folder of `recorded/` is what two real ranks left on the CPU when an injected fault befell the second.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from injected_faults import happen
 from tightfit.runs.heartbeat import Stage
 from tightfit.train.distress import last_words
 from tightfit.train.engines import Diverged, ScaleExhausted
-from tightfit.train.faults import happen
 from tightfit.train.worker import NotAsPlanned, OthersFailed
 from tightfit.types import ConfigError, UserError
 

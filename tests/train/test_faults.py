@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import injected_faults
+from injected_faults import happen, read_faults
 from tightfit.runs import disk
 from tightfit.runs.heartbeat import Heartbeat, read_beat
 from tightfit.train.engines import Diverged, Stepped
 from tightfit.train.events import Events, RankHeartbeat
-from tightfit.train.faults import happen, read_faults
 from tightfit.train.loop import Loop
 from tightfit.types import ConfigError
 
@@ -104,7 +105,7 @@ def in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_fault_in_the_middle_of_writing_comes_after_bytes_are_on_the_disk(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom tightfit.runs import disk\n"
-        "from tightfit.train.faults import read_faults\n"
+        f"sys.path.insert(0, {str(Path(injected_faults.__file__).parent)!r})\nfrom injected_faults import read_faults\n"
         "faults = read_faults('kill@rank=0,stage=write,step=4', Path(sys.argv[1]), 0)\n"
         "disk.write_text(Path(sys.argv[1]) / 'before', 'x')\n"
         "faults.at('save', 4)\n"

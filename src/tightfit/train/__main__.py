@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +30,7 @@ USER_ERROR, STOPPED = 2, 4
 CODES = {"finished": 0, "stopped": STOPPED, "timeout": STOPPED}
 """By how a run ended. One that stopped can go on from its checkpoint."""
 FAULTS = "TIGHTFIT_FAULTS"
-"""The tests' own variable: see `faults.py`."""
+"""The tests' own variable: see `tests/injected_faults.py`."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,12 +105,10 @@ def _work(argv: Sequence[str]) -> NoReturn:
         place = place_of(os.environ, config, options)
         # DeepSpeed asks the environment, whoever started this process.
         os.environ.update(RANK=str(place.rank), LOCAL_RANK=str(place.device_number), WORLD_SIZE=str(place.world))
-        faults = None
-        if os.environ.get(FAULTS):
-            from tightfit.train.faults import read_faults
-
-            faults = read_faults(os.environ[FAULTS], folder, place.rank)
-        heartbeat = RankHeartbeat(Heartbeat(folder, place.rank) if place.launcher == "tightfit" else None, faults)
+        beats, faults = Heartbeat(folder, place.rank) if place.launcher == "tightfit" else None, None
+        if named := os.environ.get(FAULTS):
+            faults = import_module("injected_faults").read_faults(named, folder, place.rank)
+        heartbeat = RankHeartbeat(beats, faults)
         skips = frozenset(int(word) for word in args.skip_steps.split(",") if word)
         supervised = Supervised(heartbeat=heartbeat, skips=skips)
         ending = run(config, options, place, cache_folder(), stop, supervised)

@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tightfit.messages import Message, Said, as_json, text
 from tightfit.owned import open_own
@@ -29,9 +29,6 @@ from tightfit.runs.lines import Lines
 from tightfit.train.place import Place
 from tightfit.train.watchers import EventSinks
 
-if TYPE_CHECKING:
-    from tightfit.train.faults import Faults
-
 EVENTS = "events.jsonl"
 NEWLINE = b"\n"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -40,7 +37,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class RankHeartbeat:
     """Says nothing to nobody, unless it is given somebody."""
 
-    def __init__(self, heartbeat: Heartbeat | None = None, faults: Faults | None = None) -> None:
+    def __init__(self, heartbeat: Heartbeat | None = None, faults: Any = None) -> None:
         self._heartbeat, self._faults = heartbeat, faults
         self.stage: Stage = "prepare"
         self.step = 0

@@ -1,8 +1,8 @@
 """Faults for the tests: a rank breaks down at a chosen stage and step, as real ones do.
 
-Off unless the tests' own variable names some:
+Off unless the tests' own variable names some and this folder is where Python looks:
 
-    TIGHTFIT_FAULTS="device-oom@rank=1,stage=forward,step=3; kill@rank=0,stage=write,step=4,repeat"
+    PYTHONPATH=tests TIGHTFIT_FAULTS="device-oom@rank=1,stage=forward,step=3; kill@rank=0,stage=write,step=4,repeat"
 
 A fault happens once in a run, told by a file in the run's folder, so that the next attempt gets past it; with `repeat`
 it happens every time. Exceptions have the types and the words of the real ones. What can be real here is: memory that
