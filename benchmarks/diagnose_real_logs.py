@@ -16,9 +16,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.masks import masked
+from tightfit.diagnose.verdict import Evidence, LogSource
 
 KEPT = Path(__file__).parents[1] / "tests" / "diagnose" / "real_logs"
 

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
+from tightfit.diagnose.verdict import Evidence, LogSource, RankExit
 from tightfit.job.known import KnownConfig
 
 HERE = Path(__file__).parent

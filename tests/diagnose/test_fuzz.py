@@ -18,9 +18,8 @@ from sample_logs import CAPTURED, CORPUS, HEALTHY
 
 from tightfit.diagnose import scan
 from tightfit.diagnose.catalogue import Expression, catalogue
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.verdict import Diagnosis
+from tightfit.diagnose.verdict import Diagnosis, Evidence, LogSource
 
 LOGS = [path.read_bytes() for folder in (CAPTURED, CORPUS, HEALTHY) for path in sorted(folder.glob("*.log"))]
 MIB = 2**20

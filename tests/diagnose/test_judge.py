@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.verdict import Diagnosis, Verdict
+from tightfit.diagnose.verdict import Diagnosis, Evidence, LogSource, RankExit, Verdict
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message
 

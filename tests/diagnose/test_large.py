@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tightfit.diagnose import reading
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
+from tightfit.diagnose.verdict import Evidence, LogSource
 
 STEPS = [
     f"{{'loss': {3 - n / 10000:.4f}, 'grad_norm': 1.0, 'learning_rate': 5e-05, 'epoch': {n / 1000}}}"

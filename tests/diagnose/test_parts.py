@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.lines import message_of, moment_of
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import GIB, MIB, read_oom
 from tightfit.diagnose.reading import PIECE_BYTES, is_binary, pieces
+from tightfit.diagnose.verdict import Evidence, LogSource
 from tightfit.formats.recognise import read_known_config
 from tightfit.job.known import KnownConfig
 

@@ -18,9 +18,9 @@ import pytest
 from sample_logs import REAL
 
 from tables import table
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.masks import masked
+from tightfit.diagnose.verdict import Evidence, LogSource
 
 THREADS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(REAL.glob("*.json"))

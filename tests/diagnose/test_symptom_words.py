@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tightfit.diagnose.catalogue import Symptom, SymptomText, catalogue
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.oom import describe_numbers
-from tightfit.diagnose.phases import PLACES
-from tightfit.diagnose.verdict import OomNumbers, Verdict
+from tightfit.diagnose.tracebacks import PLACES
+from tightfit.diagnose.verdict import Evidence, LogSource, OomNumbers, Verdict
 from tightfit.messages import OPTIONAL, Message, as_json, from_json, say, texts_of
 
 CAPTURED = sorted((Path(__file__).parent / "captured").glob("*.log"))

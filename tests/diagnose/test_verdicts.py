@@ -11,9 +11,8 @@ from sample_logs import CAPTURED, CORPUS, FIXTURES, HEALTHY, REAL, Section, evid
 
 from tables import table
 from tightfit.diagnose.catalogue import catalogue
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.verdict import Diagnosis
+from tightfit.diagnose.verdict import Diagnosis, Evidence, LogSource
 
 SECTIONS = [section for path in sorted(FIXTURES.glob("*.txt")) for section in sections(path)]
 WORTH_KNOWING = {symptom.id for symptom in catalogue().symptoms if symptom.role == "note"}

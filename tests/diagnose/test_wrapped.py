@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.lines import message_of, prefix_of
 from tightfit.diagnose.reading import unwrapped
-from tightfit.diagnose.verdict import Verdict
+from tightfit.diagnose.verdict import Evidence, LogSource, Verdict
 from tightfit.job.known import KnownConfig
 
 TRACEBACK = """Traceback (most recent call last):

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 from recorded_attempts import recorded
 
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.verdict import Kind, Verdict
+from tightfit.diagnose.verdict import Evidence, Kind, LogSource, Verdict
 from tightfit.messages import id_of
 from tightfit.runs.cause import find_cause
 from tightfit.runs.records import AttemptRecord, Cause, Next

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from visits import HTML, client
 
 import warm_desk
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
+from tightfit.diagnose.verdict import Evidence, LogSource
 from tightfit.web import diagnose_view
 
 CAPTURED = sorted((Path(__file__).parents[1] / "diagnose" / "captured").glob("*.log"))

@@ -19,11 +19,10 @@ from typing import Any
 from tightfit.cli.flags import ANSWERED, CHANGE, Parser, print_json, whole_number
 from tightfit.desk.priced_config import price_config
 from tightfit.diagnose.catalogue import catalogue
-from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import fixes_of, judge
 from tightfit.diagnose.predicted import MemoryPrediction, predict_failure, predict_training, predict_verdict
 from tightfit.diagnose.reading import is_binary
-from tightfit.diagnose.verdict import Diagnosis, Fix, Verdict
+from tightfit.diagnose.verdict import Diagnosis, Evidence, Fix, LogSource, RankExit, Verdict
 from tightfit.formats.recognise import read_known_config
 from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.spelling import nearest

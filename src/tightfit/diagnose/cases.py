@@ -12,14 +12,12 @@ from itertools import accumulate
 
 from tightfit.diagnose.catalogue import CATCH_ALL, CUT_OFF, Catalogue, OomShape, Symptom
 from tightfit.diagnose.doing import Doing
-from tightfit.diagnose.evidence import RankExit
 from tightfit.diagnose.gate import WORDS
 from tightfit.diagnose.lines import Level, is_raised, message_of
 from tightfit.diagnose.oom import OomMessage, read_oom
-from tightfit.diagnose.phases import phase_of
 from tightfit.diagnose.scan import LogFinding, LogScan
-from tightfit.diagnose.tracebacks import HEADER
-from tightfit.diagnose.verdict import Kind
+from tightfit.diagnose.tracebacks import HEADER, phase_of
+from tightfit.diagnose.verdict import Kind, RankExit
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message
 from tightfit.types import PhaseName

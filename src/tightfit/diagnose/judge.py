@@ -14,13 +14,12 @@ from dataclasses import replace
 
 from tightfit.diagnose.cases import KERNEL, Case, cases_of, exit_cases, in_order, signal_of
 from tightfit.diagnose.catalogue import Symptom, catalogue
-from tightfit.diagnose.evidence import Evidence, LogSource
-from tightfit.diagnose.hints import merged
+from tightfit.diagnose.doing import merged
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import describe_numbers, size_words
-from tightfit.diagnose.phases import PLACES
 from tightfit.diagnose.scan import LogFinding, scan
-from tightfit.diagnose.verdict import Diagnosis, Fix, Line, Verdict
+from tightfit.diagnose.tracebacks import PLACES
+from tightfit.diagnose.verdict import Diagnosis, Evidence, Fix, Line, LogSource, Verdict
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.judge import fixes_of
-from tightfit.diagnose.phases import PLACES
+from tightfit.diagnose.tracebacks import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.job.known import KnownConfig
 from tightfit.memory.components import name_component

@@ -19,7 +19,7 @@ from functools import partial
 from typing import BinaryIO
 
 from tightfit.diagnose.doing import signs_in
-from tightfit.diagnose.evidence import LogSource
+from tightfit.diagnose.verdict import LogSource
 
 _COLOURS = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """They stand in the middle of words, and would hide them."""

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tightfit.diagnose.catalogue import Catalogue, Row, Symptom
-from tightfit.diagnose.doing import Doing, Signs, last_doing, signs_in, steps_in
-from tightfit.diagnose.evidence import LogSource
+from tightfit.diagnose.doing import Doing, Signs, last_doing, look_for_settings, signs_in, steps_in
 from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
-from tightfit.diagnose.hints import look_for_settings
 from tightfit.diagnose.lines import LogMessage, is_harmless, is_quoted, is_said, message_of, moment_of, plain, prefix_of
 from tightfit.diagnose.reading import Piece, pieces
 from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
+from tightfit.diagnose.verdict import LogSource
 from tightfit.job.known import KnownConfig
 
 _BACK = 4

@@ -19,9 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
-from tightfit.diagnose.verdict import Fix, Kind, Line, OomNumbers, Verdict
+from tightfit.diagnose.verdict import Evidence, Fix, Kind, Line, LogSource, OomNumbers, RankExit, Verdict
 from tightfit.formats.worker.read import WORKER_FILE, find_worker
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said

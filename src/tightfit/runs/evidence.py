@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
+from tightfit.diagnose.verdict import Evidence, LogSource, RankExit
 from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.records import find_record
 from tightfit.messages import Message, say, text

@@ -11,7 +11,7 @@ import time
 import traceback
 
 from tightfit.diagnose.oom import read_oom
-from tightfit.diagnose.phases import phase_of
+from tightfit.diagnose.tracebacks import phase_of
 from tightfit.diagnose.verdict import OomNumbers
 from tightfit.messages import Message, message_of
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Stage

@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from tightfit.diagnose.evidence import Evidence, LogSource
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.reading import is_binary
-from tightfit.diagnose.verdict import Diagnosis
+from tightfit.diagnose.verdict import Diagnosis, Evidence, LogSource
 from tightfit.messages import Message
 from tightfit.types import ConfigError
 from tightfit.web.pages import body_of, page, part

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from tightfit.diagnose.evidence import Evidence, LogSource, RankExit
 from tightfit.diagnose.judge import judge, known_symptom
-from tightfit.diagnose.verdict import Line, Verdict
+from tightfit.diagnose.verdict import Evidence, Line, LogSource, RankExit, Verdict
 from tightfit.formats.recognise import read_known_config
 from tightfit.inputs.surroundings import inherited
 from tightfit.job.known import KnownConfig, completed
