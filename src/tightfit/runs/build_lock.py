@@ -21,8 +21,7 @@ from tightfit.messages import Listing, Message
 from tightfit.runs.processes import PROC, every_pid
 
 LOCK = "lock"
-OLD_S = 60.0
-"""A lock that is younger may be somebody's who has only just begun."""
+OLD_S = 60.0  # a lock that is younger may be somebody's who has only just begun
 OWN_DISKS = frozenset("apfs btrfs ext2 ext3 ext4 f2fs hfs overlay ramfs tmpfs xfs zfs".split())
 """File systems that one machine alone can have mounted; any other may be shared."""
 _COMPILERS = re.compile(r"(ninja|nvcc|hipcc|c\+\+|g\+\+|clang(\+\+)?|cc1plus|cicc|ptxas)(-[\d.]+)?$")

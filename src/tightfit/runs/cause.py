@@ -45,8 +45,7 @@ class KernelSaid:
     """What is known of an attempt."""
 
     lines: tuple[str, ...] = ()
-    readable: bool = False
-    """Whether a process that was killed for want of memory would be known."""
+    readable: bool = False  # whether a process that was killed for want of memory would be known
 
 
 class KernelRecord:
@@ -145,19 +144,15 @@ NUMBERS: tuple[Kind, ...] = ("not-finite", "loss-scale")
 """Kinds of a training whose loss or gradients were NaN or infinite."""
 _SYMPTOMS = {"device-oom": "device-oom", "host-oom": "host-alloc", "pinned-memory": "pinned-memory"}
 """Kinds of last words that need no log, and where the catalogue tells more about them."""
-_FINER: dict[str, tuple[Kind, ...]] = {
+_FINER: dict[str, tuple[Kind, ...]] = {  # what the catalogue may make of such words by the rank's log
     "device-oom": ("device-oom", "fragmentation", "other-process", "pinned-memory"),
     "host-oom": ("host-oom", "pinned-memory"),
     "pinned-memory": ("pinned-memory",),
 }
-"""What the catalogue may make of such words by the rank's log."""
-_SILENT = ("silent-exit", "error-line", "child-failed")
-"""Symptoms that say no more than that something ended."""
+_SILENT = ("silent-exit", "error-line", "child-failed")  # symptoms that say no more than that something ended
 _MOST_LINES = 12
-_VAGUE = ("communication", "unknown")
-"""Kinds of which another rank may know more."""
-LEFT = (0, 4)
-"""Exit codes of ranks that left in order."""
+_VAGUE = ("communication", "unknown")  # kinds of which another rank may know more
+LEFT = (0, 4)  # exit codes of ranks that left in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +162,7 @@ class FailedAttempt:
     outcome: Outcome
     starts: Sequence[RankStart]
     kernel: KernelSaid
-    beats: tuple[Beat, ...]
-    """Where the ranks last stood."""
+    beats: tuple[Beat, ...]  # where the ranks last stood
     config: KnownConfig
 
 

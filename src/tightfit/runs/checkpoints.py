@@ -46,29 +46,25 @@ CHECKPOINTS = "checkpoints"
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer"
 SCHEMA = 1
 READ_BYTES = 8 * 2**20
-_MOST_MANIFEST_BYTES = 2**28
-"""A model of a trillion parameters has some million spans."""
+_MOST_MANIFEST_BYTES = 2**28  # a model of a trillion parameters has some million spans
 
 _NAME = re.compile(r"step-(\d{8,})")
 _STAGING, _OLD, _GONE = ".partial", ".old", ".gone"
-_ORPHAN = re.compile(r"\.step-\d{8,}\.(partial|old|gone)")
-"""The names of what a killed process may leave."""
+_ORPHAN = re.compile(r"\.step-\d{8,}\.(partial|old|gone)")  # the names of what a killed process may leave
 
-_BESIDE = (
+_BESIDE = (  # the small files that Hugging Face's libraries write beside weights
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
     r"|entity_vocab|emoji|chat_template|processor_config|preprocessor_config)\.json|(merges|vocab)\.txt"
     r"|chat_template\.jinja|additional_chat_templates/[\w.-]+\.jinja|bpe\.codes|vocab\.bpe|(source|target)\.spm"
     r"|(tokenizer|spiece|spm|sentencepiece\.bpe|tiktoken)\.model|\w+\.tiktoken"
 )
-"""The small files that Hugging Face's libraries write beside weights."""
 _CUT = r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 MODEL = rf"{_BESIDE}|(model|adapter_model){_CUT}"
 _CHECKPOINT = rf"{MODEL}|{OPTIMIZER}/\w+{_CUT}|{re.escape(MANIFEST)}|{re.escape(STATE)}"
 _FOLDERS = f"additional_chat_templates|{OPTIMIZER}"
 HALF_WRITTEN = rf"{_CHECKPOINT}|\.rank-\d+-(began|spans|done)(-\d+)?\.json"
 MODEL_FILES: Ours = Patterns(MODEL, _FOLDERS)
-STAGED: Ours = Patterns(HALF_WRITTEN, _FOLDERS)
-"""What lies in a folder that is being written, or is being removed."""
+STAGED: Ours = Patterns(HALF_WRITTEN, _FOLDERS)  # what lies in a folder that is being written, or is being removed
 
 
 class Torn(TightfitError):
@@ -101,10 +97,8 @@ class StoredFile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     step: int
-    written: str
-    """When, as a person reads it."""
-    files: Mapping[str, StoredFile]
-    """By the name within the folder."""
+    written: str  # when, as a person reads it
+    files: Mapping[str, StoredFile]  # by the name within the folder
 
     @property
     def bytes(self) -> int:
@@ -414,12 +408,10 @@ class FoundCheckpoint:
     bytes: int
     written: str | None = None
     maker: Maker | None = None
-    problem: Said | None = None
-    """Why it is not whole; None: it is, as far as it was looked at."""
+    problem: Said | None = None  # why it is not whole; None: it is, as far as it was looked at
     certain: bool = True
     """Whether nobody can use it; False: it may be whole for a newer version, or when the disk answers again."""
-    verified: bool = False
-    """Whether every byte was hashed again, and is what was written."""
+    verified: bool = False  # whether every byte was hashed again, and is what was written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,8 +425,7 @@ class Orphan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     run: Path
-    checkpoints: tuple[FoundCheckpoint, ...]
-    """The newest first."""
+    checkpoints: tuple[FoundCheckpoint, ...]  # the newest first
     orphans: tuple[Orphan, ...]
 
     @property

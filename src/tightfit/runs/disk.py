@@ -14,8 +14,7 @@ from pathlib import Path
 from tightfit import owned
 from tightfit.owned import Ours
 
-WRITE_BYTES = 2**20
-"""At a time: a call may hold the file for as long as it takes, and ranks write to the same one."""
+WRITE_BYTES = 2**20  # at a time: a call may hold the file for as long as it takes, and ranks write to the same one
 
 
 def make_folder(path: Path) -> None:

@@ -27,8 +27,7 @@ from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import open_regular
 from tightfit.messages import Message, Said, as_json, change_texts, from_json
 
-_MOST_TEXT = 2000
-"""Characters of a sentence that are kept: a screen is not a log."""
+_MOST_TEXT = 2000  # characters of a sentence that are kept: a screen is not a log
 
 
 class Event:
@@ -43,10 +42,8 @@ class Started(Event):
     engine: str | None = None
     world: int | None = None
     launcher: str | None = None
-    peak_bytes: int | None = None
-    """As it was predicted."""
-    limit_bytes: int | None = None
-    """What a card has."""
+    peak_bytes: int | None = None  # as it was predicted
+    limit_bytes: int | None = None  # what a card has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +70,8 @@ class MemoryMark(Event):
 
     milestone: str
     predicted_bytes: int | None
-    measured_bytes: int | None
-    """On the GPU; None: the rank has none."""
-    host_bytes: int | None = None
-    """What the rank holds of RAM."""
+    measured_bytes: int | None  # on the GPU; None: the rank has none
+    host_bytes: int | None = None  # what the rank holds of RAM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +93,7 @@ class Step(Event):
     seconds_left: float | None
     now_bytes: int | None
     peak_bytes: int | None
-    host_bytes: int | None
-    """RAM of the rank that reports."""
+    host_bytes: int | None  # RAM of the rank that reports
     loss_scale: float | None
     skipped: bool
     alloc_retries: int | None = None
@@ -122,8 +116,7 @@ class Warned(Event):
 class Saved(Event):
     folder: str
     written_bytes: int | None
-    files: tuple[str, ...] = ()
-    """Within the folder; empty: an earlier release wrote it, which did not list them."""
+    files: tuple[str, ...] = ()  # within the folder; empty: an earlier release wrote it, which did not list them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +127,7 @@ class Checkpointed(Event):
     folder: str
     written_bytes: int | None
     seconds: float | None
-    blocked_s: float | None
-    """What the training waited of these."""
+    blocked_s: float | None  # what the training waited of these
     background: bool
 
 
@@ -155,8 +147,7 @@ class Resumed(Event):
     folder: str
     from_engine: str | None
     from_world: int | None
-    changed: tuple[Said, ...]
-    """What is not as it was when the checkpoint was written."""
+    changed: tuple[Said, ...]  # what is not as it was when the checkpoint was written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,10 +170,8 @@ class AttemptBegan(Event):
     """The ranks are started again; the first start says nothing of the kind."""
 
     number: int
-    plan: Said
-    """How it is computed now."""
-    changed: tuple[Said, ...]
-    """Lever by lever; empty: as before."""
+    plan: Said  # how it is computed now
+    changed: tuple[Said, ...]  # lever by lever; empty: as before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,14 +179,10 @@ class AttemptFailed(Event):
     """An attempt ended in distress, and what follows."""
 
     number: int
-    kind: str
-    """Of the cause."""
-    text: Said
-    """The cause."""
-    step: int | None
-    """The last one that was made."""
-    kept_step: int | None
-    """The newest checkpoint; None: there is none."""
+    kind: str  # of the cause
+    text: Said  # the cause
+    step: int | None  # the last one that was made
+    kept_step: int | None  # the newest checkpoint; None: there is none
     action: str
     because: Said
     wait_s: float | None
@@ -222,8 +207,7 @@ class Pictures(Event):
 @dataclass(frozen=True, kw_only=True)
 class Ended(Event):
     reason: str
-    summary: Mapping[str, Any]
-    """What the worker adds about the whole run: for programs, which know their version of it."""
+    summary: Mapping[str, Any]  # what the worker adds about the whole run: for programs, which know their version of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +225,7 @@ class _Kind:
     event: type[Any]
     without: Mapping[str, object] = field(default_factory=dict)
     """What stands for a field that is missing. One that neither is here nor may be None makes it another event."""
-    at: Mapping[str, str] = field(default_factory=dict)
-    """Fields with another key; `block.key`: within a block."""
+    at: Mapping[str, str] = field(default_factory=dict)  # fields with another key; `block.key`: within a block
 
 
 _NO_REASON = {"text": Message("runs.no-reason")}
@@ -345,8 +328,7 @@ def _other(values: Mapping[str, Any]) -> Other:
 
 
 _MISSING = object()
-_PLAIN = 1 << 53
-"""Numbers from zero up to here, which most are, need no reader."""
+_PLAIN = 1 << 53  # numbers from zero up to here, which most are, need no reader
 _Row = tuple[str, str, Any, Callable[[object], Any], object]
 
 
@@ -436,8 +418,7 @@ _CONVERTERS: Mapping[Any, Callable[[object], Any]] = {
 
 
 _CHUNK = 1 << 20
-_LONGEST = 1 << 22
-"""Bytes of one line, above which it is no event of ours."""
+_LONGEST = 1 << 22  # bytes of one line, above which it is no event of ours
 
 
 class Follower:
@@ -483,8 +464,7 @@ class Follower:
 # --- what they come to ---------------------------------------------------------------------------
 
 
-_FIRST = 2
-"""Steps that warm up kernels and caches, and say nothing about the pace."""
+_FIRST = 2  # steps that warm up kernels and caches, and say nothing about the pace
 _RECENT = 4096
 
 
@@ -498,10 +478,8 @@ class Tally:
     marks: list[MemoryMark] = field(default_factory=list)
     saved: Saved | None = None
     resumed: Resumed | None = None
-    checkpoint: Checkpointed | None = None
-    """The newest that this start has written."""
-    pictures: tuple[str, ...] = ()
-    """Files with the curves of the run."""
+    checkpoint: Checkpointed | None = None  # the newest that this start has written
+    pictures: tuple[str, ...] = ()  # files with the curves of the run
     ended: Ended | None = None
     _steps: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))

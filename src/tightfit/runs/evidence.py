@@ -46,8 +46,7 @@ class RunQuestion:
     """What is to be diagnosed."""
 
     evidence: Evidence
-    plan: Path | None = None
-    """Of a run of ours: what was planned."""
+    plan: Path | None = None  # of a run of ours: what was planned
     ending: Ending | None = None
 
 

@@ -44,11 +44,9 @@ from tightfit.types import ConfigError
 MODEL, EARLIER = "model", "earlier"
 HALF = (".model.partial", ".model.old")
 """What a process leaves that is killed while it writes the model; the last checkpoint makes it again."""
-NEIGHBOURS = frozenset({"wandb"})
-"""What a library keeps in the folder at the user's wish; it stays where it is."""
+NEIGHBOURS = frozenset({"wandb"})  # what a library keeps in the folder at the user's wish; it stays where it is
 _READ_BYTES = 65_536
-_MOST_BYTES = 2**20
-"""Of a line."""
+_MOST_BYTES = 2**20  # of a line
 
 _LOG = r"(rank-\d+|launcher)\.log"
 _ERRORS = r"errors/rank-\d+\.json"
@@ -86,8 +84,7 @@ _FIXED = Patterns(
     ),
 )
 
-PLAN_STAGED: Ours = Patterns(f"(old/)?({_PLAN})", "old")
-"""Files of a plan on their way."""
+PLAN_STAGED: Ours = Patterns(f"(old/)?({_PLAN})", "old")  # files of a plan on their way
 
 # --- the cache ----------------------------------------------------------------------------------
 
@@ -97,8 +94,7 @@ _VIEW = rf"(train|held)\.(documents|lengths|losses|borders)|manifest\.json|{FRES
 _BUILDING = rf"{_SAMPLES}|{_VIEW}|codec\.json|list-\d+\.jsonl|shard-\d{{7}}\.(tokens|learned|lengths|losses|groups)"
 _VIEWS = rf"views/({_VIEW_KEY}|\.building-{_VIEW_KEY}-\d+)"
 DATA_SET: Ours = Patterns(f"{_SAMPLES}|{_VIEWS}/({_VIEW})", f"views|{_VIEWS}")
-DATA_BUILDING: Ours = Patterns(_BUILDING)
-"""A data set, or a view of one, while it is built."""
+DATA_BUILDING: Ours = Patterns(_BUILDING)  # a data set, or a view of one, while it is built
 DATA_CACHE: Ours = Patterns(
     rf"hashes\.json|\.hashes-\d+|arms-{_KEY}\.json|{_KEY}\.lock|{FRESH.format(r'[-a-z0-9]+[.]json')}"
     rf"|{_KEY}/({_SAMPLES}|{_VIEWS}/({_VIEW}))|\.building-{_KEY}-\d+/({_BUILDING})",
@@ -366,18 +362,12 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 class _Before:
     """How a folder was found."""
 
-    aside: Path | None
-    """Where what made way is now; None: nothing did."""
-    stayed: frozenset[str]
-    """What was there and did not make way."""
-    checkpoints: frozenset[str]
-    """The names of those that stayed."""
-    events_bytes: int | None
-    """Their length; None: these are to begin anew."""
-    files: RunFiles
-    """Which of them were ours."""
-    replaces: bool
-    """Whether a finished run among them is not wanted any more."""
+    aside: Path | None  # where what made way is now; None: nothing did
+    stayed: frozenset[str]  # what was there and did not make way
+    checkpoints: frozenset[str]  # the names of those that stayed
+    events_bytes: int | None  # their length; None: these are to begin anew
+    files: RunFiles  # which of them were ours
+    replaces: bool  # whether a finished run among them is not wanted any more
 
 
 def _make_way(path: Path, step: int | None, *, replaces: bool) -> _Before:

@@ -45,8 +45,7 @@ class Stand:
     """Where one rank's threads stand that matter: the innermost frame first."""
 
     rank: int
-    main: tuple[Frame, ...]
-    """Of the thread that trains."""
+    main: tuple[Frame, ...]  # of the thread that trains
     writer: tuple[Frame, ...] = ()
     """Of the thread that writes a checkpoint; empty: there is none, or it has nothing to do."""
 
@@ -100,8 +99,7 @@ def odd_one(stands: Sequence[Stand]) -> int | None:
 # --- a group of ranks that does not move any more ------------------------------------------------
 
 
-DUMP_S = 3.0
-"""For all ranks to write down their stacks; one that the kernel holds never does."""
+DUMP_S = 3.0  # for all ranks to write down their stacks; one that the kernel holds never does
 _SETTLE_S = 0.3
 
 
@@ -110,8 +108,7 @@ class Hung:
     """Who hangs, and where everybody stands."""
 
     quiet: Quiet
-    stands: tuple[Stand, ...]
-    """Of the ranks that said it."""
+    stands: tuple[Stand, ...]  # of the ranks that said it
 
     @property
     def rank(self) -> int:

@@ -21,40 +21,30 @@ from tightfit.runs.lines import MIB, duration, loss_words, size_words
 
 Colour = Literal["green", "yellow", "red", "unknown"]
 
-FULL, BRIM = 0.90, 0.97
-"""Shares of a memory above which the light is yellow, and red."""
-NEAR = 0.03
-"""The share of a card that has to stay free: a longer batch, or a library's buffer, takes as much."""
+FULL, BRIM = 0.90, 0.97  # shares of a memory above which the light is yellow, and red
+NEAR = 0.03  # the share of a card that has to stay free: a longer batch, or a library's buffer, takes as much
 HOST_LOW = 0.10
-FEW = 8
-"""Steps below which nothing is said about a trend."""
+FEW = 8  # steps below which nothing is said about a trend
 TREND = 16
-WINDOW = 200
-"""The last steps that the loss is judged by."""
+WINDOW = 200  # the last steps that the loss is judged by
 FLAT = 0.01
 WORSE = 1.5
-FALLS = 3
-"""Times in a row that a loss scale is halved before it is a trend; one or two find the right scale."""
-RECENT = 20
-"""Steps after which a scale that fell no further has found its place."""
+FALLS = 3  # times in a row that a loss scale is halved before it is a trend; one or two find the right scale
+RECENT = 20  # steps after which a scale that fell no further has found its place
 RETRY_STEPS = 50
 """Steps whose retries of the allocator count; those of the first steps, which find their size, are soon forgotten."""
-HORIZON_S = 300.0
-"""Host RAM that lasts for longer is no news."""
-TREND_S = 120.0
-"""What starts takes much at once: only what falls for so long is a trend."""
-OOM_KINDS = frozenset(
+HORIZON_S = 300.0  # host RAM that lasts for longer is no news
+TREND_S = 120.0  # what starts takes much at once: only what falls for so long is a trend
+OOM_KINDS = frozenset(  # kinds of causes, and of ranks' last words, in which memory ran out
     {"device-oom", "fragmentation", "other-process", "host-oom", "pinned-memory", "shared-memory", "out_of_memory"}
 )
-"""Kinds of causes, and of ranks' last words, in which memory ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Light:
     """One of the three."""
 
-    name: str
-    """For programs."""
+    name: str  # for programs
     title: Message
     colour: Colour
     text: Said
@@ -87,8 +77,7 @@ class PlannedMemory:
     peak_bytes: int
     required_bytes: int
     ranks_here: int
-    offloads: bool
-    """Whether something that trains lives in host RAM."""
+    offloads: bool  # whether something that trains lives in host RAM
     on_gpu: bool
 
 
@@ -96,21 +85,15 @@ class PlannedMemory:
 class Seen:
     """All that is judged."""
 
-    memories: tuple[Held, ...]
-    """GPUs; or host RAM, where it stands in for them."""
+    memories: tuple[Held, ...]  # GPUs; or host RAM, where it stands in for them
     host: Held
-    host_free: tuple[tuple[float, int], ...] = ()
-    """Moments in seconds, and what was free then."""
+    host_free: tuple[tuple[float, int], ...] = ()  # moments in seconds, and what was free then
     has_run: bool = False
-    steps: Sequence[Step] = ()
-    """Of this start, the newest last."""
+    steps: Sequence[Step] = ()  # of this start, the newest last
     planned: PlannedMemory | None = None
-    own: tuple[Held, ...] = ()
-    """Of the memories, those that the run is on."""
-    oom: Said | None = None
-    """What was said when memory ran out last; None: it did not."""
-    oom_is_last: bool = False
-    """Whether the run has not made a step since."""
+    own: tuple[Held, ...] = ()  # of the memories, those that the run is on
+    oom: Said | None = None  # what was said when memory ran out last; None: it did not
+    oom_is_last: bool = False  # whether the run has not made a step since
 
 
 def judge_health(seen: Seen) -> Health:
@@ -235,8 +218,7 @@ class Growth:
     """A memory that grows from step to step."""
 
     per_step_bytes: float
-    full_at: int | None
-    """The step at which nothing is left; None: the limit is not known."""
+    full_at: int | None  # the step at which nothing is left; None: the limit is not known
 
 
 def growth(values: Sequence[tuple[int, int]], room_bytes: int | None, least_bytes: int) -> Growth | None:

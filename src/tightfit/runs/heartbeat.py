@@ -37,17 +37,12 @@ PHASES: Mapping[Stage, PhaseName] = {
 }  # fmt: skip
 """The phase of the memory model in which a rank stands; the others are in none."""
 HEARTBEATS = "heartbeats"
-DISK_FULL = "disk-full"
-"""A last word."""
+DISK_FULL = "disk-full"  # a last word
 LEAST_S = 300.0
-STEPS = 20
-"""A step may take so many times as long as the steps before it."""
-START_S = 1800.0
-"""To build the model, and for a first step, which may compile."""
-LONG_S = 6 * 3600.0
-"""To save and to evaluate: what a slow disk is given elsewhere too."""
-DUMP = signal.SIGUSR2
-"""Asks a rank for its stacks: see `hang.py`."""
+STEPS = 20  # a step may take so many times as long as the steps before it
+START_S = 1800.0  # to build the model, and for a first step, which may compile
+LONG_S = 6 * 3600.0  # to save and to evaluate: what a slow disk is given elsewhere too
+DUMP = signal.SIGUSR2  # asks a rank for its stacks: see `hang.py`
 _LENGTH = 64
 _LOOK_S = 0.5
 
@@ -59,12 +54,9 @@ class Beat:
     rank: int
     count: int
     stage: Stage
-    step: int
-    """The one that is being made, from 1; 0: none yet."""
-    micro: int = 0
-    """The micro batch, from 0."""
-    last_word: str | None = None
-    """Why it ended; None: it said nothing, or said it elsewhere."""
+    step: int  # the one that is being made, from 1; 0: none yet
+    micro: int = 0  # the micro batch, from 0
+    last_word: str | None = None  # why it ended; None: it said nothing, or said it elsewhere
 
     @property
     def progress(self) -> tuple[int, int, int]:

@@ -30,8 +30,7 @@ from tightfit.runs.processes import PARENT_FD, end_session, members_of, tell, te
 from tightfit.runs.records import RunFolder, WorkerFile
 from tightfit.types import ConfigError
 
-GRACE_S = 10.0
-"""What ranks have between being asked to end and being ended."""
+GRACE_S = 10.0  # what ranks have between being asked to end and being ended
 INSIST_S = 1.0
 """A rank that trains takes the first request as one for a checkpoint, which it cannot save when others are gone. It is
 asked again after this, and leaves at once; more than what a worker takes for the same request."""
@@ -42,12 +41,10 @@ LOOK_S = 0.05
 class RankStart:
     """One process to start."""
 
-    name: str
-    """`rank-3`: the name of its log."""
+    name: str  # `rank-3`: the name of its log
     rank: int
     command: tuple[str, ...]
-    environment: Mapping[str, str]
-    """The whole of it."""
+    environment: Mapping[str, str]  # the whole of it
     log: Path
 
     @property
@@ -66,10 +63,8 @@ class Exit:
     """A process that has ended."""
 
     start: RankStart
-    code: int
-    """Negative: the signal that ended it."""
-    at: float
-    """Seconds since the epoch, when it was seen."""
+    code: int  # negative: the signal that ended it
+    at: float  # seconds since the epoch, when it was seen
 
 
 class Ranks:
@@ -186,8 +181,7 @@ class Ranks:
 # --- what each rank of a node is told ------------------------------------------------------------
 
 
-WORKER = (sys.executable, "-m", "tightfit.train")
-"""What a rank is, before the name of its config."""
+WORKER = (sys.executable, "-m", "tightfit.train")  # what a rank is, before the name of its config
 LAUNCHER = "TIGHTFIT_LAUNCHER"
 
 
@@ -206,10 +200,8 @@ class Sight:
     """Which GPUs the ranks of this node may see."""
 
     variable: str
-    words: tuple[str, ...] | None
-    """In the words of that variable; None: as the user's own environment says."""
-    others: int = 0
-    """GPUs of this node that other runs have: each rank gets its share of the cores, and so do theirs."""
+    words: tuple[str, ...] | None  # in the words of that variable; None: as the user's own environment says
+    others: int = 0  # GPUs of this node that other runs have: each rank gets its share of the cores, and so do theirs
 
 
 def rank_starts(

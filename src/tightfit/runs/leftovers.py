@@ -35,8 +35,7 @@ from tightfit.types import ConfigError, TightfitError
 Kind = Literal["process", "shared memory", "staging", "lock", "reservation", "cache"]
 ORDER: tuple[Kind, ...] = ("process", "shared memory", "staging", "lock", "reservation", "cache")
 """Processes first: they hold the rest."""
-DEPTH = 3
-"""Folders below the one that is named, in which runs are looked for."""
+DEPTH = 3  # folders below the one that is named, in which runs are looked for
 MOST_FOLDERS = 20_000
 SHM = Path("/dev/shm")  # noqa: S108 - it is read, and only what is known to be ours is removed
 _SEGMENT = re.compile(
@@ -45,8 +44,7 @@ _SEGMENT = re.compile(
     r"|deepspeed_allreduce_buffer_\d+_.+_\d+_\d+"  # user, address, port, rank
 )
 GRACE_S = 10.0
-SLACK_S = 10.0
-"""A segment may be a little older or younger than what its run has written."""
+SLACK_S = 10.0  # a segment may be a little older or younger than what its run has written
 BUILDING = ".building-"
 STAGING = ".tightfit-staging"
 CACHES: dict[str, Ours | None] = {"calibration.json": None, "data": DATA_CACHE, "weights": WEIGHTS_CACHE}
@@ -58,20 +56,15 @@ class Leftover:
     """One thing that may go."""
 
     kind: Kind
-    what: Said
-    """A path, or `process 4711`."""
+    what: Said  # a path, or `process 4711`
     because: Said
     bytes: int | None = None
     path: Path | None = None
-    run: Path | None = None
-    """Whose lock is held while it goes; None: nobody's."""
+    run: Path | None = None  # whose lock is held while it goes; None: nobody's
     pid: int | None = None
-    mark: str | None = None
-    """See `mark_of`."""
-    since: float = 0.0
-    """When the run began that it is of."""
-    names: Ours | None = field(default=None, compare=False)
-    """What of a folder we wrote; None: it is a file."""
+    mark: str | None = None  # see `mark_of`
+    since: float = 0.0  # when the run began that it is of
+    names: Ours | None = field(default=None, compare=False)  # what of a folder we wrote; None: it is a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +72,8 @@ class Found:
     """What there is."""
 
     leftovers: tuple[Leftover, ...]
-    live: tuple[Path, ...]
-    """Runs that live, and were left alone."""
-    unsure: tuple[Said, ...]
-    """What cannot be judged from here, and why."""
+    live: tuple[Path, ...]  # runs that live, and were left alone
+    unsure: tuple[Said, ...]  # what cannot be judged from here, and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +82,7 @@ class DeadRun:
 
     folder: Path
     first: float
-    last: float
-    """When it began, and when it was last heard of, in seconds since the epoch."""
+    last: float  # when it was last heard of; both in seconds since the epoch
 
 
 # --- which runs ---------------------------------------------------------------------------------

@@ -33,8 +33,7 @@ from tightfit.runs.events import (
 )
 
 MIB = 2**20
-EVERY_S = 10.0
-"""What goes on is said so often where every line stays."""
+EVERY_S = 10.0  # what goes on is said so often where every line stays
 MILESTONES = {
     "init": Message("runs.engine-ready"),
     "forward": Message("runs.first-forward"),
@@ -58,8 +57,7 @@ class Lines:
         self._say, self._predicted, self._clock, self._every_steps = say, predicted_bytes, clock, every_steps
         self._said_at = -math.inf
         self._about = ""
-        self._held: str | None = None
-        """The line that was passed over last, so that the end of something is always said."""
+        self._held: str | None = None  # the line that was passed over last, so that the end of something is always said
 
     def expect(self, predicted_bytes: int) -> None:
         """Another plan is followed from now on."""

@@ -45,17 +45,12 @@ class InUse(ConfigError):
 
 LOCK = "lock"
 BEAT_S = 5.0
-EXPIRES_S = 60.0
-"""A lease whose number stands still for so long is nobody's any more."""
-TAKE_OVER_S = 4 * BEAT_S
-"""And for so long, where the user says that its holder has gone."""
-LOST = 3
-"""The exit code of a run whose lease somebody else has taken."""
-_BEGINS = b'{"pid": '
-"""How each of our locks does; one that was torn is empty, or breaks off later."""
+EXPIRES_S = 60.0  # a lease whose number stands still for so long is nobody's any more
+TAKE_OVER_S = 4 * BEAT_S  # and for so long, where the user says that its holder has gone
+LOST = 3  # the exit code of a run whose lease somebody else has taken
+_BEGINS = b'{"pid": '  # how each of our locks does; one that was torn is empty, or breaks off later
 _MOST_BYTES = 4096
-_LENGTH = 1024
-"""A record is written in place, so it keeps its length."""
+_LENGTH = 1024  # a record is written in place, so it keeps its length
 _LOOK_S = 0.5
 
 Say = Callable[[str], None]
@@ -68,15 +63,11 @@ class Owner:
     pid: int
     host: str
     since: str
-    job: str | None = None
-    """The scheduler's number for it; None: there is none."""
-    id: str | None = None
-    """Of this lease alone; None: an earlier version wrote it, which has no heartbeat."""
+    job: str | None = None  # the scheduler's number for it; None: there is none
+    id: str | None = None  # of this lease alone; None: an earlier version wrote it, which has no heartbeat
     boot: str | None = None
-    space: str | None = None
-    """The kernel's name for the space in which `pid` is a number."""
-    mark: str | None = None
-    """See `mark_of`."""
+    space: str | None = None  # the kernel's name for the space in which `pid` is a number
+    mark: str | None = None  # see `mark_of`
     beat: int = 0
 
     @classmethod

@@ -26,10 +26,8 @@ from tightfit.hardware.probes.nvidia import parse_cards, processes, repeating
 from tightfit.hardware.probes.tools import TIMEOUT_S, Silent
 from tightfit.types import HardwareError
 
-PROCESSES_S = 15.0
-"""Between two questions for the processes."""
-SILENCE_S = 5.0
-"""A tool that keeps its lines to itself for longer, beyond what it was asked to wait, is no use."""
+PROCESSES_S = 15.0  # between two questions for the processes
+SILENCE_S = 5.0  # a tool that keeps its lines to itself for longer, beyond what it was asked to wait, is no use
 
 
 class CardStream:
@@ -93,14 +91,10 @@ class CardStream:
 # --- the machine ---------------------------------------------------------------------------------
 
 
-SHARE = 0.012
-"""Of one core, that asking for the cards may take."""
-LEAST_TICKS = 10
-"""Of the kernel's, over all cores, between two looks at how busy they are: fewer say nothing."""
-SELDOM_S = 30.0
-"""However dear it is, it is asked so often."""
-NO_CARDS_S = 60.0
-"""Where there was none, one may still turn up: a driver that is loaded late."""
+SHARE = 0.012  # of one core, that asking for the cards may take
+LEAST_TICKS = 10  # of the kernel's, over all cores, between two looks at how busy they are: fewer say nothing
+SELDOM_S = 30.0  # however dear it is, it is asked so often
+NO_CARDS_S = 60.0  # where there was none, one may still turn up: a driver that is loaded late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +103,8 @@ class Host:
 
     total_bytes: int | None
     free_bytes: int | None
-    cpu_percent: float | None = None
-    """Of all cores, how much was busy since the look before."""
-    load: float | None = None
-    """Processes that run or wait for a core, in the mean of the last minute."""
+    cpu_percent: float | None = None  # of all cores, how much was busy since the look before
+    load: float | None = None  # processes that run or wait for a core, in the mean of the last minute
     cores: int | None = None
 
     @property
@@ -127,8 +119,7 @@ class CardsSeen:
     """The cards, and when they looked like that."""
 
     cards: Cards
-    at: float
-    """Of the monotonic clock."""
+    at: float  # of the monotonic clock
 
 
 def cards_again(tools: Sequence[str]) -> Cards:

@@ -48,8 +48,7 @@ class Changed:
     changed: tuple[Said, ...]
     another_job: bool = False
     """As the user allowed, it changes what is trained, so that a checkpoint has to be resumed all the same."""
-    carries: bool = True
-    """Whether it can resume from a checkpoint at all."""
+    carries: bool = True  # whether it can resume from a checkpoint at all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +56,7 @@ class Refused:
     """That is not to be had."""
 
     because: Said
-    puzzling: bool = False
-    """By far less was predicted than there is: something else may have held the memory."""
+    puzzling: bool = False  # by far less was predicted than there is: something else may have held the memory
 
 
 class Course(Protocol):
@@ -107,12 +105,9 @@ class Course(Protocol):
 class Resume:
     """Where and how the first attempt begins. The others resume from what there is."""
 
-    place: str = AUTO
-    """`auto`, `none`, or the absolute path of a checkpoint or of a run's folder."""
-    anyway: bool = False
-    """Although the job has changed."""
-    trust_pickle: bool = False
-    """Open a checkpoint of another program that cannot be read safely."""
+    place: str = AUTO  # `auto`, `none`, or the absolute path of a checkpoint or of a run's folder
+    anyway: bool = False  # although the job has changed
+    trust_pickle: bool = False  # open a checkpoint of another program that cannot be read safely
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -127,18 +122,15 @@ class OwnTrainer:
 
     course: Course
     folder: RunFolder
-    show: Callable[[Event], None]
-    """Gets every event as it comes."""
+    show: Callable[[Event], None]  # gets every event as it comes
     orders: Orders
     resume: Resume
     signals: Signals
     cwd: Path | None = None
     skips: set[int] = field(default_factory=set)
-    older: Path | None = None
-    """A checkpoint behind the newest one, to go back to."""
+    older: Path | None = None  # a checkpoint behind the newest one, to go back to
     tally: Tally = field(default_factory=Tally)
-    logs: Sequence[Path] = ()
-    """Of the last attempt."""
+    logs: Sequence[Path] = ()  # of the last attempt
 
     @property
     def words(self) -> Said:

@@ -40,13 +40,11 @@ PROC = Path("/proc")
 class Stat(NamedTuple):
     """What the kernel counts of a process."""
 
-    has_ended: bool
-    """It only waits to be noticed."""
+    has_ended: bool  # it only waits to be noticed
     group: int
     session: int
     cpu_s: float
-    began_ticks: int
-    """Since the machine was switched on."""
+    began_ticks: int  # since the machine was switched on
 
 
 def stat_of(pid: int) -> Stat | None:
@@ -147,8 +145,7 @@ def tell(group: int, what: signal.Signals) -> None:
 # --- a rank ends with its desk -------------------------------------------------------------------
 
 
-PARENT_FD = "TIGHTFIT_PARENT_FD"
-"""The variable that names the pipe to a rank."""
+PARENT_FD = "TIGHTFIT_PARENT_FD"  # the variable that names the pipe to a rank
 
 
 def end_with_parent(fd: int) -> threading.Thread:
@@ -179,8 +176,7 @@ def end_with_parent(fd: int) -> threading.Thread:
 
 MARK = "TIGHTFIT_RUN_MARK"
 LOOK_S = 0.05
-ORPHANS_S = 5.0
-"""What processes have to leave by themselves whose `tightfit run` was killed."""
+ORPHANS_S = 5.0  # what processes have to leave by themselves whose `tightfit run` was killed
 _LEAVE_S = 10.0
 
 

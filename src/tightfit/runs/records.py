@@ -48,10 +48,8 @@ from tightfit.types import ConfigError, PhaseName, Vendor
 RECORD, EVENTS = "run.json", "events.jsonl"
 OLD_KEYS = frozenset({"command", "pid", "host", "started", "ended", "state", "exit_code"})
 """Of a record that was written before records had a schema."""
-BEGAN_S = 5.0
-"""What the clock of a record and that of a process may differ by."""
-_BLOCK_BYTES = 4096
-"""What a small file takes of a disk: up to here it grows without more."""
+BEGAN_S = 5.0  # what the clock of a record and that of a process may differ by
+_BLOCK_BYTES = 4096  # what a small file takes of a disk: up to here it grows without more
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +91,8 @@ class RunRecord:
     pid: int
     host: str
     started: datetime | None = None
-    ended: datetime | None = None
-    """None: it runs, or its process was killed."""
-    state: str
-    """`running`, `done`, `stopped`, `interrupted`, `failed`."""
+    ended: datetime | None = None  # None: it runs, or its process was killed
+    state: str  # `running`, `done`, `stopped`, `interrupted`, `failed`
     exit_code: int | None = None
 
     @classmethod
@@ -171,15 +167,13 @@ Action = Literal["same plan", "smaller plan", "wait", "make room", "skip data", 
 class Cause:
     """Why an attempt failed, as its record keeps it."""
 
-    id: str
-    """Of the symptom: `tightfit explain` knows it."""
+    id: str  # of the symptom: `tightfit explain` knows it
     kind: str
     sentence: Said
     confidence: str
     rank: int | None
     phase: str | None
-    evidence: tuple[str, ...]
-    """`rank-1.log:17: torch.OutOfMemoryError: …`"""
+    evidence: tuple[str, ...]  # `rank-1.log:17: torch.OutOfMemoryError: …`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +182,7 @@ class Next:
 
     action: Action
     because: Said
-    changed: tuple[Said, ...] = ()
-    """`micro batch 4 × 1 → 2 × 2`, lever by lever."""
+    changed: tuple[Said, ...] = ()  # `micro batch 4 × 1 → 2 × 2`, lever by lever
     wait_s: float = 0.0
 
 
@@ -201,22 +194,15 @@ class AttemptRecord:
 
     number: int
     started: str
-    plan: Said
-    """`ZeRO-2, optimizer on CPU: micro batch 4 × 1 on 2 ranks`"""
+    plan: Said  # `ZeRO-2, optimizer on CPU: micro batch 4 × 1 on 2 ranks`
     ranks: int
     effective_batch: int | None
-    ended: str | None = None
-    """None: it runs."""
-    state: str = "running"
-    """`running`, `done`, `stopped`, `interrupted`, `failed`."""
-    exit_codes: tuple[int, ...] = ()
-    """By rank; negative: the signal that ended it."""
-    first_step: int | None = None
-    """The step from which it went on; 0: from the beginning; None: it did not get there."""
-    last_step: int | None = None
-    """None: it made none."""
-    kept_step: int | None = None
-    """The newest checkpoint when it ended: from here the next one goes on."""
+    ended: str | None = None  # None: it runs
+    state: str = "running"  # `running`, `done`, `stopped`, `interrupted`, `failed`
+    exit_codes: tuple[int, ...] = ()  # by rank; negative: the signal that ended it
+    first_step: int | None = None  # the step from which it went on; 0: from the beginning; None: it did not get there
+    last_step: int | None = None  # None: it made none
+    kept_step: int | None = None  # the newest checkpoint when it ended: from here the next one goes on
     cause: Cause | None = None
     next: Next | None = None
 
@@ -310,10 +296,8 @@ def end_last_line(file: IO[bytes]) -> int:
 
 ERRORS = "errors"
 BUG, USER = "bug", "user"
-USERS = (USER, DISK_FULL)
-"""Kinds that the user has to mend; the sentence says how."""
-MEMORY = ("device-oom", "host-oom", "pinned-memory")
-"""Kinds of a want of memory."""
+USERS = (USER, DISK_FULL)  # kinds that the user has to mend; the sentence says how
+MEMORY = ("device-oom", "host-oom", "pinned-memory")  # kinds of a want of memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,20 +305,13 @@ class LastWords:
     rank: int
     kind: str
     """A `Kind` of a verdict, where the exception alone tells it; `user`; `bug`; or the name of an error of ours."""
-    text: Said
-    """One sentence, for people."""
-    at: float
-    """Seconds since the epoch."""
-    phase: PhaseName | None = None
-    """None: it was in none, or the worker cannot tell."""
-    step: int | None = None
-    """The one that was being made, from 1; None: none was."""
-    asked: int | None = None
-    """Bytes that were asked for and refused."""
-    allocated: int | None = None
-    """Bytes that this process's tensors held then, on the device that refused."""
-    free: int | None = None
-    """Bytes that this process could still have had."""
+    text: Said  # one sentence, for people
+    at: float  # seconds since the epoch
+    phase: PhaseName | None = None  # None: it was in none, or the worker cannot tell
+    step: int | None = None  # the one that was being made, from 1; None: none was
+    asked: int | None = None  # bytes that were asked for and refused
+    allocated: int | None = None  # bytes that this process's tensors held then, on the device that refused
+    free: int | None = None  # bytes that this process could still have had
 
 
 def write_last_words(run: Path, words: LastWords) -> None:
@@ -394,16 +371,13 @@ class WorkerFile:
     nodes: int
     gpus_per_node: int
     vendor: Vendor
-    folder: str
-    """The run's folder, as the file says it."""
-    required_bytes: int
-    """What a GPU must have free."""
+    folder: str  # the run's folder, as the file says it
+    required_bytes: int  # what a GPU must have free
     peak_bytes: int
     host_bytes_per_node: int
     step_s: float
     tokens_per_s: float
-    logging_steps: int | None = None
-    """Steps between two lines of the log; None: time decides."""
+    logging_steps: int | None = None  # steps between two lines of the log; None: time decides
     gpu_memory_bytes: int | None = None
 
     @property

@@ -29,15 +29,11 @@ class Reservation:
     """One run's share of this machine."""
 
     pid: int
-    mark: str | None
-    """See `mark_of`."""
+    mark: str | None  # see `mark_of`
     host: str
-    folder: str
-    """The run's folder: how people know it."""
-    host_bytes: int
-    """RAM of this node that the plan says it needs."""
-    gpus: tuple[str, ...]
-    """Its GPUs, by the names that `Device.key` gives."""
+    folder: str  # the run's folder: how people know it
+    host_bytes: int  # RAM of this node that the plan says it needs
+    gpus: tuple[str, ...]  # its GPUs, by the names that `Device.key` gives
     port: int | None
 
     @classmethod
@@ -148,5 +144,4 @@ def check_port(port: int) -> None:
                 raise ConfigError(Message("runs.port-in-use", port=port)) from None
 
 
-_IN_USE = (errno.EADDRINUSE,)
-"""Other errors mean that there is no such family of addresses here."""
+_IN_USE = (errno.EADDRINUSE,)  # other errors mean that there is no such family of addresses here

@@ -29,13 +29,11 @@ from tightfit.runs.heartbeat import DISK_FULL, Watch
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, Ranks, RankStart
 from tightfit.runs.records import USERS, LastWords, RunFolder, read_last_words
 
-USER = 2
-"""The exit code of a worker whose user has to change something."""
+USER = 2  # the exit code of a worker whose user has to change something
 TAIL_LINES = 15
 TRACEBACK_LINES = 80
 _TAIL_BYTES = 16_384
-_FULL_BYTES = 16_384
-"""With less than this a disk takes no file any more."""
+_FULL_BYTES = 16_384  # with less than this a disk takes no file any more
 _PEER = re.compile(
     r"closed by peer|connection (was )?(reset|closed|refused)|broken pipe|remote process|"
     r"socket timeout|timed out|ncclRemoteError|NCCL communicator was aborted|unhandled system error",
@@ -48,15 +46,11 @@ class Failure:
     """The first failure of a run."""
 
     rank: int
-    is_users: bool
-    """The user's to mend: the sentence says how."""
+    is_users: bool  # the user's to mend: the sentence says how
     sentence: Said
-    tail: tuple[str, ...]
-    """The last lines of that rank's log."""
-    log: Path | None
-    """None: it ran on another machine."""
-    is_disk_full: bool = False
-    """A disk took nothing any more."""
+    tail: tuple[str, ...]  # the last lines of that rank's log
+    log: Path | None  # None: it ran on another machine
+    is_disk_full: bool = False  # a disk took nothing any more
 
 
 def first_failure(exits: Sequence[Exit], starts: Sequence[RankStart], words: Sequence[LastWords]) -> Failure:
@@ -141,8 +135,7 @@ DONE, FAILED, STOPPED = 0, 3, 4
 """STOPPED is what a rank leaves with that has saved a checkpoint before the end, and the desk after it."""
 ENDED_BY_REQUEST = (128 + signal.SIGTERM, -signal.SIGTERM)
 """What a rank leaves with that was asked to stop and had nothing to save; the second: before it could listen."""
-STRAGGLER_S = 600.0
-"""A rank leaves together with the others. One that stays so much longer will stay for ever."""
+STRAGGLER_S = 600.0  # a rank leaves together with the others. One that stays so much longer will stay for ever
 LAST_WORDS_S = 0.3
 """Time for ranks that fail together to end by themselves, so that the first can be told from the others."""
 STOP_PATIENCE_S = math.inf
@@ -162,24 +155,18 @@ class Outcome:
     exit_code: int
     failure: Failure | None
     tally: Tally
-    exits: tuple[Exit, ...] = ()
-    """Of the ranks that ended by themselves, the first one first."""
-    every: tuple[Exit, ...] = ()
-    """Of all ranks."""
-    words: tuple[LastWords, ...] = ()
-    """What ranks wrote before they left."""
-    hung: Hung | None = None
-    """They were ended because they did not move any more; None: not for that."""
-    pids: tuple[int, ...] = ()
-    """Of all ranks."""
+    exits: tuple[Exit, ...] = ()  # of the ranks that ended by themselves, the first one first
+    every: tuple[Exit, ...] = ()  # of all ranks
+    words: tuple[LastWords, ...] = ()  # what ranks wrote before they left
+    hung: Hung | None = None  # they were ended because they did not move any more; None: not for that
+    pids: tuple[int, ...] = ()  # of all ranks
 
 
 class Signals:
     """Notes the signals that ask the desk to end, for as long as ranks run: they have to be asked first."""
 
     def __init__(self) -> None:
-        self.caught: list[tuple[int, float]] = []
-        """Their numbers and moments."""
+        self.caught: list[tuple[int, float]] = []  # their numbers and moments
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -214,11 +201,9 @@ class Signals:
 class Company:
     """What a supervisor brings along to each of a run's attempts."""
 
-    signals: Signals
-    """Which listen already."""
+    signals: Signals  # which listen already
     watch: Watch
-    tally: Tally
-    """With what the attempts before have left that still counts."""
+    tally: Tally  # with what the attempts before have left that still counts
 
 
 def run(

@@ -30,23 +30,20 @@ from tightfit.types import UserError
 MAX_ATTEMPTS = 5
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 60.0
-_REASONS: dict[Kind, Reason] = {
+_REASONS: dict[Kind, Reason] = {  # kinds that a plan can do something about, and how the planner calls them
     "device-oom": "memory",
     "fragmentation": "fragmentation",
     "host-oom": "memory",
     "pinned-memory": "pinned",
 }
-"""Kinds that a plan can do something about, and how the planner calls them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What the user allows."""
 
-    max_attempts: int = MAX_ATTEMPTS
-    """Starts in a row that keep no new step; 1: none is made again."""
-    allow: frozenset[str] = frozenset()
-    """Costly changes by name."""
+    max_attempts: int = MAX_ATTEMPTS  # starts in a row that keep no new step; 1: none is made again
+    allow: frozenset[str] = frozenset()  # costly changes by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +51,8 @@ class Decision:
     action: Action
     because: Said
     wait_s: float = 0.0
-    shortfall: Shortfall | None = None
-    """Of a smaller plan."""
-    step: int | None = None
-    """The one to leave out."""
+    shortfall: Shortfall | None = None  # of a smaller plan
+    step: int | None = None  # the one to leave out
 
 
 def decide(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, precision: str) -> Decision:
@@ -165,8 +160,7 @@ class Orders:
     """What the user says about the supervision."""
 
     policy: Policy = field(default_factory=Policy)
-    hang_timeout_s: float | None = None
-    """None: the trainer's own measure."""
+    hang_timeout_s: float | None = None  # None: the trainer's own measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +168,8 @@ class Attempt:
     """One start that has ended."""
 
     outcome: Outcome
-    exit_codes: tuple[int, ...]
-    """By rank; negative: the signal that ended it."""
-    verdict: Verdict | None = None
-    """Why it failed; of one that ended well: what is odd about it all the same."""
+    exit_codes: tuple[int, ...]  # by rank; negative: the signal that ended it
+    verdict: Verdict | None = None  # why it failed; of one that ended well: what is odd about it all the same
     first_step: int | None = None
     last_step: int | None = None
 
@@ -228,12 +220,9 @@ class RunResult:
     """How a supervised run ended."""
 
     outcome: Outcome
-    records: tuple[AttemptRecord, ...] = ()
-    """None, where nobody supervised."""
-    verdict: Verdict | None = None
-    """Of the last attempt, where it failed or was odd."""
-    because: Said = ""
-    """Why there is no further attempt, where one failed."""
+    records: tuple[AttemptRecord, ...] = ()  # none, where nobody supervised
+    verdict: Verdict | None = None  # of the last attempt, where it failed or was odd
+    because: Said = ""  # why there is no further attempt, where one failed
 
     @property
     def in_vain(self) -> bool:
@@ -246,8 +235,7 @@ class Supervisor:
     """Changes with every attempt."""
 
     trainer: Trainer
-    folder: Path
-    """For the records."""
+    folder: Path  # for the records
     policy: Policy
     signals: Signals
     records: list[AttemptRecord] = field(default_factory=list)

@@ -54,10 +54,8 @@ from tightfit.types import ConfigError
 
 LOSSES = 4096
 STEPS = 512
-LINES = 200
-"""What is kept of a run's past."""
-AGAIN_S = 10.0
-"""Between two searches for the processes of the ranks."""
+LINES = 200  # what is kept of a run's past
+AGAIN_S = 10.0  # between two searches for the processes of the ranks
 _LOG = re.compile(r"(rank-\d+|launcher)\.log")
 _SIZES = re.compile(r"^(VmRSS|VmHWM):\s*(\d+)", re.MULTILINE)
 
@@ -80,10 +78,8 @@ class RankProcess:
     """A process whose output goes to a rank's log: the rank, or something that it has started."""
 
     pid: int
-    name: str
-    """`rank-3`, as its log is called."""
-    leads: bool
-    """Whether it is the rank itself."""
+    name: str  # `rank-3`, as its log is called
+    leads: bool  # whether it is the rank itself
 
 
 def processes_of(run: Path) -> tuple[RankProcess, ...]:
@@ -152,29 +148,22 @@ class RunSeen:
     """A run as it is now."""
 
     folder: Path
-    worker: WorkerFile | None
-    """None: its plan cannot be read."""
+    worker: WorkerFile | None  # None: its plan cannot be read
     record: RunRecord | None
     attempts: tuple[AttemptRecord, ...]
     step: Step | None
-    doing: Progress | None
-    """Long work before the first step; None: it is not about that."""
+    doing: Progress | None  # long work before the first step; None: it is not about that
     first_loss: float | None
     losses: tuple[float, ...]
-    steps: tuple[Step, ...]
-    """The last ones of this start."""
+    steps: tuple[Step, ...]  # the last ones of this start
     peak_bytes: int | None
     ranks: tuple[Rank, ...]
-    lines: tuple[tuple[Said, str], ...]
-    """What has happened, and how it looks; the newest last."""
+    lines: tuple[tuple[Said, str], ...]  # what has happened, and how it looks; the newest last
     oom: Said | None
     oom_is_last: bool
-    ended: Message | None
-    """How, in a few words; None: it goes on."""
-    well: bool
-    """Whether it ended as it should, or goes on."""
-    quiet_s: float | None
-    """Since the last event; None: there was none."""
+    ended: Message | None  # how, in a few words; None: it goes on
+    well: bool  # whether it ended as it should, or goes on
+    quiet_s: float | None  # since the last event; None: there was none
 
     @property
     def planned(self) -> PlannedMemory | None:
@@ -223,13 +212,11 @@ class RunEye:
         self._failed: Failed | None = None
         self._plan: tuple[int, WorkerFile | None] | None = None
         self._record: tuple[int, RunRecord | None] | None = None
-        self._tried: int | None = None
-        """When an attempt's record was last written."""
+        self._tried: int | None = None  # when an attempt's record was last written
         self._attempts: tuple[AttemptRecord, ...] = ()
         self._damaged: tuple[Path, ...] = ()
         self._looked = False
-        self.fresh: list[Event] = []
-        """What came with the last look."""
+        self.fresh: list[Event] = []  # what came with the last look
 
     def look(self) -> RunSeen:
         # read again where the file has changed
@@ -339,13 +326,10 @@ def _mark(path: Path) -> int:
 # --- everything that `tightfit watch` shows ------------------------------------------------------
 
 
-HOST_LOOKS = 240
-"""Looks at the RAM that are kept for its trend."""
-OTHERS_S = 10.0
-"""Between two looks at which runs there are."""
+HOST_LOOKS = 240  # looks at the RAM that are kept for its trend
+OTHERS_S = 10.0  # between two looks at which runs there are
 QUIET_S = 300.0
-QUIET_STEPS = 20
-"""A run is expected to say something within so many steps' time."""
+QUIET_STEPS = 20  # a run is expected to say something within so many steps' time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,25 +337,20 @@ class CardSeen:
     """A card, and what is known of it beyond this moment."""
 
     card: Card
-    peak_bytes: int | None
-    """The most that was held since we look."""
-    planned_bytes: int | None
-    """What the run's plan wants of it; None: it is not the run's."""
+    peak_bytes: int | None  # the most that was held since we look
+    planned_bytes: int | None  # what the run's plan wants of it; None: it is not the run's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    at: float
-    """Seconds since the epoch."""
+    at: float  # seconds since the epoch
     cards: tuple[CardSeen, ...]
     cards_age_s: float
     host: Host
     run: RunSeen | None
-    others: tuple[Reservation, ...]
-    """Live runs of this user on this machine."""
+    others: tuple[Reservation, ...]  # live runs of this user on this machine
     health: Health
-    problems: tuple[Said, ...] = ()
-    """Why tools that are there show no card."""
+    problems: tuple[Said, ...] = ()  # why tools that are there show no card
 
 
 class Watcher:

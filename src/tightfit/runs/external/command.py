@@ -37,7 +37,7 @@ _MODULES: dict[str, Launcher] = {
 }
 _BEFORE = {"nohup": 1, "time": 1, "nice": 1, "stdbuf": 1, "env": 1, "uv": 2, "poetry": 2, "pdm": 2}
 """Programs that start another one, and how many words of theirs come first: `uv run`."""
-_SWITCHES: dict[Launcher, frozenset[str]] = {
+_SWITCHES: dict[Launcher, frozenset[str]] = {  # flags of a launcher that take no value: what follows may be the script
     "deepspeed": frozenset(
         """--force_multi --save_pid --enable_each_rank_log --elastic_training --no_local_rank --no_python --module
         --no_ssh --no_ssh_check --bind_cores_to_rank -m""".split()
@@ -49,31 +49,24 @@ _SWITCHES: dict[Launcher, frozenset[str]] = {
     ),
     "python": frozenset("-u -B -E -I -O -OO -s -S -v -q -P -x -b -bb -d -i".split()),
 }
-"""Flags of a launcher that take no value: what follows may be the script."""
 _TRAIN = ("train", "sft", "pt")
 _TRL = ("sft", "dpo", "grpo", "kto", "reward", "rloo")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python[\d.]*(\.exe)?$|pypy\d*$")
 _TRAINING_ENTRY = re.compile(r"(^|/)(src/)?(train|train_bash|llamafactory/(cli|launcher))\.py$")
 CONFIG_ENDS = (".yaml", ".yml", ".json")
-CONFIG = "config"
-"""The flag by which TRL and many scripts take a file of arguments."""
+CONFIG = "config"  # the flag by which TRL and many scripts take a file of arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
     """A setting on the command line."""
 
-    name: str
-    """Without dashes, with underscores."""
-    value: str | None
-    """None: a switch."""
-    at: int
-    """Of its first word."""
-    words: int
-    """1 or 2."""
-    bare: bool = False
-    """`name=value`, as LLaMA-Factory takes them after its YAML."""
+    name: str  # without dashes, with underscores
+    value: str | None  # None: a switch
+    at: int  # of its first word
+    words: int  # 1 or 2
+    bare: bool = False  # `name=value`, as LLaMA-Factory takes them after its YAML
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +75,13 @@ class Command:
 
     words: tuple[str, ...]
     launcher: Launcher
-    script: str | None
-    """The Python file, where there is one."""
-    script_at: int
-    """Where the trainer's own arguments begin: after the script or the verb."""
-    settings: str | None
-    """A file that may hold the trainer's arguments, as the command names it."""
-    settings_at: int | None
-    """Its place; None: there is none, or it is the value of `--config`."""
-    starter: Launcher
-    """Who starts the processes: accelerate may start LLaMA-Factory."""
-    own: tuple[Flag, ...]
-    """The launcher's."""
-    flags: tuple[Flag, ...]
-    """The trainer's."""
+    script: str | None  # the Python file, where there is one
+    script_at: int  # where the trainer's own arguments begin: after the script or the verb
+    settings: str | None  # a file that may hold the trainer's arguments, as the command names it
+    settings_at: int | None  # its place; None: there is none, or it is the value of `--config`
+    starter: Launcher  # who starts the processes: accelerate may start LLaMA-Factory
+    own: tuple[Flag, ...]  # the launcher's
+    flags: tuple[Flag, ...]  # the trainer's
 
     def flag(self, *names: str) -> Flag | None:
         """The last one of these names among the trainer's: it is the one that counts."""

@@ -40,8 +40,7 @@ from tightfit.runs.external.command import (
 from tightfit.runs.external.script import ACCUMULATION, MICRO, TrainingScript
 from tightfit.types import ConfigError, UserError
 
-USUAL_MICRO, USUAL_ACCUMULATION = 8, 1
-"""What transformers takes where nothing is said."""
+USUAL_MICRO, USUAL_ACCUMULATION = 8, 1  # what transformers takes where nothing is said
 _SOURCE_BYTES = 2**20
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed_config", "ds_config")
 _JSON = (".json", ".hjson")
@@ -55,16 +54,14 @@ _YES, _NO = ("true", "1", "yes"), ("false", "0", "no")
 class Knobs:
     """How a training is computed, as far as it can be read. None: not known, and never touched."""
 
-    stage: int | None = None
-    """Of ZeRO; 0: unsharded."""
+    stage: int | None = None  # of ZeRO; 0: unsharded
     offload_optimizer: str | None = None
     offload_param: str | None = None
     pin_memory: bool | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
     checkpointing: bool | None = None
-    quantised: bool | None = None
-    """The frozen weights have 4 bits."""
+    quantised: bool | None = None  # the frozen weights have 4 bits
     sequence: int | None = None
     buckets: tuple[tuple[str, int | bool], ...] = ()
     """Keys of `zero_optimization` that a plan has chosen, with their values."""
@@ -75,15 +72,13 @@ class ExternalTraining:
     """A command with the files that it names."""
 
     command: Command
-    settings: Document | None = None
-    """The trainer's arguments in a file."""
+    settings: Document | None = None  # the trainer's arguments in a file
     hints: Document | None = None
     """A config that the script reads in a way of its own: worth a prediction, and never changed."""
     deepspeed: Document | None = None
     accelerate: Document | None = None
     script: TrainingScript = field(default_factory=TrainingScript)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """What the next attempt needs beyond what it inherits."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # what the next attempt needs beyond what it inherits
 
     @property
     def is_llamafactory(self) -> bool:
@@ -266,8 +261,7 @@ class Batch:
 
     micro: int | None = None
     accumulation: int | None = None
-    because: Said = ""
-    """Why it is not known, as the end of a sentence; empty: it is."""
+    because: Said = ""  # why it is not known, as the end of a sentence; empty: it is
 
 
 def batch_of(external: ExternalTraining) -> Batch:
@@ -350,8 +344,7 @@ class Edits:
     """What is written: keys and their values; None takes one away."""
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted."""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)  # dotted
     accelerate: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -488,7 +481,7 @@ def _with_deepspeed(
     return replace(external, command=command, accelerate=read_document(made)), trainer, [name]
 
 
-_PLAIN_DEEPSPEED: dict[str, Any] = {
+_PLAIN_DEEPSPEED: dict[str, Any] = {  # what the Hugging Face layer fills in from the trainer's arguments
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -498,7 +491,6 @@ _PLAIN_DEEPSPEED: dict[str, Any] = {
     "fp16": {"enabled": "auto"},
     "zero_optimization": {"stage": 0},
 }
-"""What the Hugging Face layer fills in from the trainer's arguments."""
 
 
 def _name_like(old: str, new: Path) -> str:

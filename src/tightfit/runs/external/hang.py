@@ -22,8 +22,7 @@ from tightfit.hardware.probes import probe_cards
 from tightfit.messages import Message
 from tightfit.runs.processes import PROC, stat_of
 
-BUSY_SHARE = 0.05
-"""Of a core, for all processes together: what agents and watchers use that only wait is less."""
+BUSY_SHARE = 0.05  # of a core, for all processes together: what agents and watchers use that only wait is less
 STACKS = "stacks.txt"
 _SPY_S = 20.0
 _BATON = re.compile(r"\bwait \(\S*torch/utils/file_baton\.py")
@@ -35,14 +34,10 @@ class Stuck:
     """A program that was ended because it did not move any more."""
 
     silent_s: float
-    stands: tuple[tuple[int, str], ...]
-    """A line for each process: where it stands."""
-    how: Message
-    """Who said so, and what could not be said."""
-    told: bool
-    """Whether the Python stacks are known."""
-    waits_for_a_build: bool
-    """Whether one waits for torch's lock on a part that is compiled."""
+    stands: tuple[tuple[int, str], ...]  # a line for each process: where it stands
+    how: Message  # who said so, and what could not be said
+    told: bool  # whether the Python stacks are known
+    waits_for_a_build: bool  # whether one waits for torch's lock on a part that is compiled
 
 
 class Stillness:

@@ -36,10 +36,8 @@ class NextConfig:
     knobs: Knobs
     changed: tuple[Said, ...]
     because: Said = _NEXT_SCHEME
-    crosses: bool = False
-    """A checkpoint of the last way cannot be resumed with its optimizer."""
-    costs: tuple[Said, ...] = ()
-    """What it changes in the training, as the user allowed."""
+    crosses: bool = False  # a checkpoint of the last way cannot be resumed with its optimizer
+    costs: tuple[Said, ...] = ()  # what it changes in the training, as the user allowed
 
 
 _LAID_OUT_BY = ("stage", "offload_optimizer", "offload_param", "quantised")

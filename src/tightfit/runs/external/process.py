@@ -29,13 +29,11 @@ from tightfit.runs.processes import MARK, Guard, carriers_of, resident_bytes, te
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError
 
-GRACE_S = 15.0
-"""Between being asked to end and being ended."""
+GRACE_S = 15.0  # between being asked to end and being ended
 LOOK_S = 0.05
 HOST_EVERY_S, GPU_EVERY_S = 1.0, 5.0
 _PIECE = 65_536
-_LINE_S = 1.0
-"""For a line to be whole before it goes to the log."""
+_LINE_S = 1.0  # for a line to be whole before it goes to the log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +51,19 @@ class MemoryPeak:
     host_bytes: int = 0
     gpu_bytes: dict[str, int] = field(default_factory=dict)
     """By the word of the device; what our own processes hold, or where that is not told, all that is used."""
-    own_bytes: int = 0
-    """The most that our own processes held of one GPU; 0: nobody said."""
+    own_bytes: int = 0  # the most that our own processes held of one GPU; 0: nobody said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
     """How one start ended."""
 
-    code: int
-    """Negative: the signal that ended it."""
+    code: int  # negative: the signal that ended it
     at: float
-    asked: int | None
-    """The signal with which the user asked it to end; None: nobody did."""
+    asked: int | None  # the signal with which the user asked it to end; None: nobody did
     peak: MemoryPeak
     kernel: KernelSaid
-    stuck: Stuck | None = None
-    """It was ended because it did not move any more; None: not for that."""
+    stuck: Stuck | None = None  # it was ended because it did not move any more; None: not for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +71,10 @@ class CommandStart:
     """What is started, and how it is watched."""
 
     words: Sequence[str]
-    changes: Mapping[str, str]
-    """Of its environment."""
-    mark: str
-    """By which its processes are known."""
+    changes: Mapping[str, str]  # of its environment
+    mark: str  # by which its processes are known
     log: Path
-    hang_timeout_s: float | None = None
-    """None: nobody asked whether it hangs."""
+    hang_timeout_s: float | None = None  # None: nobody asked whether it hangs
 
 
 def start_and_stay(start: CommandStart, streams: Streams, signals: Signals) -> Gone:
@@ -220,8 +211,7 @@ class ProcessWatch:
         self._host_at = self._gpu_at = 0.0
         self._has_gpus: bool | None = None
         self.peak = MemoryPeak()
-        self.pids: set[int] = set()
-        """All that were seen."""
+        self.pids: set[int] = set()  # all that were seen
 
     def look(self) -> None:
         now = time.monotonic()

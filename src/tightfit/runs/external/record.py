@@ -33,12 +33,9 @@ _MOST_FOLDERS = 10_000
 class ExternalRecord(RunRecord):
     """In the words of every run's `run.json`, so that whoever looks for runs finds this one."""
 
-    kind: Literal["foreign"] = "foreign"
-    """As it has said from the first release on."""
-    mark: str | None
-    """By which its processes are known."""
-    last_command: tuple[str, ...]
-    """As it was started last: after a rescue with another config."""
+    kind: Literal["foreign"] = "foreign"  # as it has said from the first release on
+    mark: str | None  # by which its processes are known
+    last_command: tuple[str, ...]  # as it was started last: after a rescue with another config
 
     def write_report(self, folder: Path, more: Mapping[str, Any], *, state: str, exit_code: int | None) -> None:
         """Whole or not at all. `more`: what was predicted and found."""
@@ -67,8 +64,7 @@ class ClaimedRun:
 
     path: Path
     lock: FolderLock
-    before: ExternalRecord | None = None
-    """The killed run that it takes over; None: it is new."""
+    before: ExternalRecord | None = None  # the killed run that it takes over; None: it is new
 
 
 def claim(named: Path | None, command: Sequence[str], *, take_over: bool = False) -> ClaimedRun:

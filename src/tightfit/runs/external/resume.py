@@ -30,8 +30,7 @@ class Kept:
     step: int
     max_steps: int | None
     has_optimizer: bool
-    adapter: bool
-    """It holds adapters, and not a whole model."""
+    adapter: bool  # it holds adapters, and not a whole model
 
 
 def kept_by(external: ExternalTraining) -> Kept | None:

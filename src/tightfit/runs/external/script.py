@@ -17,8 +17,7 @@ from typing import Literal
 
 MICRO, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 RESUME = "resume_from_checkpoint"
-Resumes = Literal["told", "by itself", "none"]
-"""The checkpoint is named to it; it finds it itself; it cannot go on."""
+Resumes = Literal["told", "by itself", "none"]  # the checkpoint is named to it; it finds it itself; it cannot go on
 
 _PARSERS = {"HfArgumentParser", "H4ArgumentParser", "TrlParser"}
 _FILE_READERS = {"TrlParser", "parse_args_and_config", "parse_yaml_file", "parse_json_file", "parse_dict"}

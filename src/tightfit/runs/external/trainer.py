@@ -38,8 +38,7 @@ from tightfit.types import ConfigError, UserError
 LOG = "command.log"
 _PROGRESS = re.compile(rb"\b(\d{1,9})/\d{1,9} \[\d")
 _TAIL_BYTES = 65_536
-NO_RESULT = 1
-"""The exit code where the program says 0 and what it trained is no numbers."""
+NO_RESULT = 1  # the exit code where the program says 0 and what it trained is no numbers
 
 
 class Advisor(Protocol):
@@ -68,31 +67,22 @@ class Advisor(Protocol):
 class ExternalTrainer:
     """Changes with every attempt."""
 
-    external: ExternalTraining
-    """As it was started last."""
+    external: ExternalTraining  # as it was started last
     folder: Path
     streams: Streams
     say: Callable[[str], None]
     advisor: Advisor
     orders: Orders
     signals: Signals
-    retry_anyway: bool = False
-    """Start again even where no checkpoint can be resumed."""
-    begun: Callable[[ExternalTraining], None] = lambda external: None
-    """Told of every start, before it."""
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """By which the program's processes are known."""
-    following: ExternalTraining | None = None
-    """What is started next."""
-    files: list[Path] = field(default_factory=list)
-    """Configs that were written."""
+    retry_anyway: bool = False  # start again even where no checkpoint can be resumed
+    begun: Callable[[ExternalTraining], None] = lambda external: None  # told of every start, before it
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)  # by which the program's processes are known
+    following: ExternalTraining | None = None  # what is started next
+    files: list[Path] = field(default_factory=list)  # configs that were written
     peak: MemoryPeak = field(default_factory=MemoryPeak)
-    exit_code: int = 0
-    """Of the last start, as a shell says it."""
-    ranks: int = 1
-    """Processes that are started; what they start themselves is theirs."""
-    precision: str = ""
-    """Nobody asks: it is never changed."""
+    exit_code: int = 0  # of the last start, as a shell says it
+    ranks: int = 1  # processes that are started; what they start themselves is theirs
+    precision: str = ""  # nobody asks: it is never changed
 
     @property
     def words(self) -> str:
