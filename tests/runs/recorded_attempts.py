@@ -12,11 +12,28 @@ from tightfit.runs.cause import FailedAttempt, KernelSaid, config_of_plan
 from tightfit.runs.events import Tally
 from tightfit.runs.heartbeat import Beat
 from tightfit.runs.launch import Exit, RankStart
-from tightfit.runs.records import LastWords
+from tightfit.runs.records import LastWords, WorkerFile
 from tightfit.runs.run import Outcome, first_failure
 
 RECORDED = Path(__file__).with_name("recorded")
 NAMES = sorted(path.name for path in RECORDED.iterdir())
+PLANNED = WorkerFile(
+    model="tiny",
+    method="full",
+    engine="zero2",
+    optimizer="adamw",
+    offload_optimizer="none",
+    nodes=1,
+    gpus_per_node=1,
+    vendor="nvidia",
+    folder="output",
+    required_bytes=10 * 2**30,
+    peak_bytes=9 * 2**30,
+    host_bytes_per_node=2**30,
+    step_s=1.0,
+    tokens_per_s=1000.0,
+)
+"""A plan as its launcher sees it."""
 
 
 def recorded(name: str, *, kernel_readable: bool = True) -> FailedAttempt:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+from recorded_attempts import PLANNED
 
 from tightfit.runs.events import Step, event_of
-from tightfit.runs.health import Health, Held, PlannedMemory, Seen, growth, judge_health
+from tightfit.runs.health import Health, Held, Seen, growth, judge_health
 
 GIB, MIB = 2**30, 2**20
 CARD = Held(name="GPU 0", used_bytes=10 * GIB, total_bytes=24 * GIB)
 HOST = Held(name="host RAM", used_bytes=20 * GIB, total_bytes=64 * GIB)
-PLANNED = PlannedMemory(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=False, on_gpu=True)
 
 
 def steps(count: int, of: Callable[[int], dict[str, object]], last: int = 1000) -> list[Step]:
@@ -32,7 +33,7 @@ def steps(count: int, of: Callable[[int], dict[str, object]], last: int = 1000) 
 
 
 def health(made: list[Step], **more: object) -> Health:
-    values: dict[str, object] = {"memories": (CARD,), "own": (CARD,), "host": HOST, "planned": PLANNED, "has_run": True}
+    values: dict[str, object] = {"memories": (CARD,), "own": (CARD,), "host": HOST, "worker": PLANNED, "has_run": True}
     return judge_health(Seen(**{**values, "steps": made, **more}))  # type: ignore[arg-type]
 
 
@@ -106,8 +107,7 @@ def test_ranks_that_eat_the_host() -> None:
 
 def test_host_ram_running_out_under_offload() -> None:
     low = Held(name="host RAM", used_bytes=60 * GIB, total_bytes=64 * GIB)
-    offloads = PlannedMemory(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=True, on_gpu=True)
-    found = health([], host=low, planned=offloads)
+    found = health([], host=low, worker=replace(PLANNED, offload_optimizer="cpu"))
     said = "host RAM is running out: 4.00 GiB of 64.00 GiB left, and the offloaded states live there"
     assert tuple(map(str, found.warnings)) == (said,)
     falling = tuple((float(second), int((44 - second / 5) * GIB)) for second in range(150))

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from recorded_attempts import NAMES, recorded
+from recorded_attempts import NAMES, PLANNED, recorded
 from visits import step_line
 
 from tightfit.messages import Message, as_json, say
 from tightfit.runs.cause import find_cause
 from tightfit.runs.events import Step, event_of
-from tightfit.runs.health import Held, PlannedMemory, Seen, judge_health
+from tightfit.runs.health import Held, Seen, judge_health
 from tightfit.web.words import translate
 
 GIB, MIB = 2**30, 2**20
@@ -53,10 +54,9 @@ def sights() -> Iterator[Seen]:
     host = Held(name="host RAM", used_bytes=20 * GIB, total_bytes=64 * GIB)
     short = Held(name="host RAM", used_bytes=62 * GIB, total_bytes=64 * GIB)
     unknown = Held(name="host RAM", used_bytes=None, total_bytes=None)
-    plan = PlannedMemory(peak_bytes=9 * GIB, required_bytes=10 * GIB, ranks_here=1, offloads=False, on_gpu=True)
-    offloading = PlannedMemory(peak_bytes=GIB, required_bytes=10 * GIB, ranks_here=2, offloads=True, on_gpu=True)
+    offloading = replace(PLANNED, peak_bytes=GIB, gpus_per_node=2, offload_optimizer="cpu")
     falling = tuple((10.0 * number, (40 - number) * GIB) for number in range(40))
-    usual = {"memories": (card,), "host": host, "has_run": True, "planned": plan}
+    usual = {"memories": (card,), "host": host, "has_run": True, "worker": PLANNED}
     yield Seen(memories=(unknown,), host=unknown)
     yield Seen(**usual)
     yield Seen(**usual, steps=seen_steps(40))
@@ -66,10 +66,10 @@ def sights() -> Iterator[Seen]:
     yield Seen(**usual, steps=seen_steps(40, loss=lambda n: 1.0 + n))
     yield Seen(**usual, steps=seen_steps(40, loss=lambda n: 5 + n / 50))
     yield Seen(**usual, steps=seen_steps(40), oom=CAUSE, oom_is_last=True)
-    yield Seen(**{**usual, "planned": offloading, "host": short}, steps=seen_steps(40), own=(card,))
+    yield Seen(**{**usual, "worker": offloading, "host": short}, steps=seen_steps(40), own=(card,))
     yield Seen(**{**usual, "host": short})
     yield Seen(**usual, host_free=falling)
-    yield Seen(**{**usual, "planned": offloading}, host_free=falling)
+    yield Seen(**{**usual, "worker": offloading}, host_free=falling)
     for memory in ("now_bytes", "host_bytes"):
         grows = seen_steps(60, memory=lambda n, name=memory: {name: 4 * GIB + n * 200 * MIB})
         yield Seen(**usual, steps=grows)

@@ -25,7 +25,7 @@ from tightfit.messages import Message, id_of, text
 from tightfit.runs.lines import Lines
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.reservations import Reservations
-from tightfit.runs.watching import Look, RunSeen, Watcher, check_run
+from tightfit.runs.watching import Look, RunEye, Watcher, check_run
 from tightfit.types import ConfigError
 
 EXAMPLE = "tightfit watch runs/first --log watched.jsonl"
@@ -253,7 +253,7 @@ def report(look: Look) -> dict[str, Any]:
     }
 
 
-def _run_report(run: RunSeen) -> dict[str, Any]:
+def _run_report(run: RunEye) -> dict[str, Any]:
     step, worker = run.step, run.worker
     return {
         "folder": str(run.folder),

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tightfit.messages import Message, Said
 from tightfit.priced import GIB
 from tightfit.runs.events import Step
 from tightfit.runs.lines import MIB, duration, loss_words, size_words
+from tightfit.runs.records import WorkerFile
 
 Colour = Literal["green", "yellow", "red", "unknown"]
 
@@ -40,8 +41,7 @@ OOM_KINDS = frozenset(  # kinds of causes, and of ranks' last words, in which me
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Light:
+class Light(NamedTuple):
     """One of the three."""
 
     name: str  # for programs
@@ -69,16 +69,10 @@ class Held:
         known = self.used_bytes is not None and self.total_bytes
         return (self.used_bytes or 0) / (self.total_bytes or 1) if known else None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMemory:
-    """What the plan says about memory."""
-
-    peak_bytes: int
-    required_bytes: int
-    ranks_here: int
-    offloads: bool  # whether something that trains lives in host RAM
-    on_gpu: bool
+    @property
+    def free_bytes(self) -> int | None:
+        known = self.used_bytes is not None and self.total_bytes is not None
+        return max(0, (self.total_bytes or 0) - (self.used_bytes or 0)) if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +84,7 @@ class Seen:
     host_free: tuple[tuple[float, int], ...] = ()  # moments in seconds, and what was free then
     has_run: bool = False
     steps: Sequence[Step] = ()  # of this start, the newest last
-    planned: PlannedMemory | None = None
+    worker: WorkerFile | None = None  # None: nobody knows the plan
     own: tuple[Held, ...] = ()  # of the memories, those that the run is on
     oom: Said | None = None  # what was said when memory ran out last; None: it did not
     oom_is_last: bool = False  # whether the run has not made a step since
@@ -98,41 +92,33 @@ class Seen:
 
 def judge_health(seen: Seen) -> Health:
     """Lights and warnings."""
-    if seen.oom is not None:
-        colour: Colour = "red" if seen.oom_is_last else "yellow"
-        oom = Light(name="no OOM", title=Message("runs.no-oom"), colour=colour, text=seen.oom)
-    else:
-        colour, why = ("green", "") if seen.has_run else ("unknown", Message("runs.no-run"))
-        oom = Light(name="no OOM", title=Message("runs.no-oom"), colour=colour, text=why)
-    colour, text = _judge_loss(seen)
-    loss = Light(name="loss falling", title=Message("runs.loss-falling"), colour=colour, text=text)
+    memory: tuple[Colour, Said] = "unknown", Message("runs.use-unknown")
     known = [(held.share, held) for held in seen.memories if held.share is not None]
-    colour, text = "unknown", Message("runs.use-unknown")
     if known:
         share, held = max(known, key=lambda each: (each[0], str(each[1].name)))
-        colour = "green" if share < FULL else "yellow" if share < BRIM else "red"
-        text = Message("runs.share-of", percent=100 * share, where=held.name)
+        said = Message("runs.share-of", percent=100 * share, where=held.name)
+        memory = "green" if share < FULL else "yellow" if share < BRIM else "red", said
+    oom: tuple[Colour, Said] = ("green", "") if seen.has_run else ("unknown", Message("runs.no-run"))
+    if seen.oom is not None:
+        oom = "red" if seen.oom_is_last else "yellow", seen.oom
     percent = f"{100 * FULL:.0f}"
-    title = Message("runs.memory-under", percent=percent)
-    memory = Light(name=f"memory under {percent} %", title=title, colour=colour, text=text)
-    return Health(lights=(memory, loss, oom), warnings=tuple(_find_warnings(seen)))
-
-
-# --- lights -------------------------------------------------------------------------------------
+    lights = (
+        Light(f"memory under {percent} %", Message("runs.memory-under", percent=percent), *memory),
+        Light("loss falling", Message("runs.loss-falling"), *_judge_loss(seen)),
+        Light("no OOM", Message("runs.no-oom"), *oom),
+    )
+    return Health(lights=lights, warnings=tuple(_find_warnings(seen)))
 
 
 def _judge_loss(seen: Seen) -> tuple[Colour, Message]:
     if not seen.has_run:
         return "unknown", Message("runs.no-run")
     made = [step for step in seen.steps if not step.skipped][-WINDOW:]
-    bad = made[-1:]
-    for step in reversed(made):
-        if step.loss is not None and math.isfinite(step.loss):
-            break
-        bad = [step]
-    if made and (made[-1].loss is None or not math.isfinite(made[-1].loss)):
-        return "red", Message("runs.loss-no-number", step=bad[0].step)
-    losses = [step.loss for step in made if step.loss is not None and math.isfinite(step.loss)]
+    numbers = [(at, step.loss) for at, step in enumerate(made) if step.loss is not None and math.isfinite(step.loss)]
+    bad_from = numbers[-1][0] + 1 if numbers else 0
+    if bad_from < len(made):
+        return "red", Message("runs.loss-no-number", step=made[bad_from].step)
+    losses = [loss for _, loss in numbers]
     if len(losses) < FEW:
         return "unknown", Message("runs.few-steps")
     if not any(losses[-FEW:]):
@@ -146,30 +132,27 @@ def _judge_loss(seen: Seen) -> tuple[Colour, Message]:
     return "red" if last > WORSE * first and first > 0 else "yellow", Message("runs.loss-rises", course=course)
 
 
-# --- warnings -----------------------------------------------------------------------------------
-
-
 def _find_warnings(seen: Seen) -> Iterator[Message]:
+    worker, peak = seen.worker, max((step.peak_bytes or 0 for step in seen.steps), default=0)
+    # What the run needs of its card at its most: tensors as measured, and what stands beside them as planned.
+    need = None
+    if peak and worker is not None:
+        need = peak + max(0, worker.required_bytes - worker.peak_bytes)
     # Cards with next to nothing left. Of a card that the run is on, what its allocator keeps for later counts as free:
     # what tensors need at their most is set against the card.
     for held in seen.memories:
-        used, total = held.used_bytes, held.total_bytes
-        if held in seen.own and (need := _estimate_need(seen)) is not None:
-            used = need
+        used, total = held.used_bytes if need is None or held not in seen.own else need, held.total_bytes
         if used is not None and total and used >= total * (1 - NEAR):
             left = size_words(max(0, total - used))
             yield Message("runs.nearly-full", name=held.name, left=left, total=size_words(total))
-    peak = max((step.peak_bytes or 0 for step in seen.steps), default=0)
-    if seen.planned is not None and peak > seen.planned.peak_bytes * 1.05:
-        more = 100 * (peak / max(1, seen.planned.peak_bytes) - 1)
-        planned = size_words(seen.planned.peak_bytes)
+    if worker is not None and peak > worker.peak_bytes * 1.05:
+        more, planned = 100 * (peak / max(1, worker.peak_bytes) - 1), size_words(worker.peak_bytes)
         yield Message("runs.above-plan", peak=size_words(peak), more=more, planned=planned)
     of_card = [(step.step, step.now_bytes) for step in seen.steps[2:] if step.now_bytes is not None]
     totals = [held.total_bytes for held in seen.own if held.total_bytes is not None]
-    need = _estimate_need(seen)
     room = max(0, min(totals) - need) if totals and need is not None else None
     of_ranks = [(step.step, step.host_bytes) for step in seen.steps[2:] if step.host_bytes is not None]
-    free, ranks = _free(seen.host), 1 if seen.planned is None else seen.planned.ranks_here
+    free, ranks = seen.host.free_bytes, 1 if worker is None else worker.gpus_per_node
     gpu, host = growth(of_card, room, 32 * MIB), growth(of_ranks, None if free is None else free // ranks, 64 * MIB)
     last = seen.steps[-1].steps if seen.steps else None
     for found, leaks, fills in ((gpu, "runs.gpu-leaks", "runs.gpu-fills"), (host, "runs.ram-leaks", "runs.ram-fills")):
@@ -182,8 +165,8 @@ def _find_warnings(seen: Seen) -> Iterator[Message]:
             of = "" if last is None else Message("runs.of-steps", steps=last)
             yield Message(fills, size=size, step=found.full_at, of=of)
     if free is not None and seen.host.total_bytes:
-        lives = seen.planned is not None and seen.planned.offloads
-        under = Message("runs.offload-lives-there") if lives else ""
+        offloads = worker is not None and worker.offload_optimizer == "cpu"
+        under = Message("runs.offload-lives-there") if offloads else ""
         lasts, whole = _lasts_s(seen.host_free), seen.host.total_bytes
         if free < HOST_LOW * whole:
             yield Message("runs.ram-low", left=size_words(free), total=size_words(whole), under=under)
@@ -205,16 +188,7 @@ def _find_warnings(seen: Seen) -> Iterator[Message]:
         yield Message("runs.scale-falls", times=len(falls) - 1, top=top, now=now, step=since)
 
 
-def _estimate_need(seen: Seen) -> int | None:
-    """What the run needs of its card at its most: tensors as measured, and what stands beside them as planned."""
-    peak = max((step.peak_bytes or 0 for step in seen.steps), default=0)
-    if not peak or seen.planned is None:
-        return None
-    return peak + max(0, seen.planned.required_bytes - seen.planned.peak_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class Growth(NamedTuple):
     """A memory that grows from step to step."""
 
     per_step_bytes: float
@@ -225,15 +199,12 @@ def growth(values: Sequence[tuple[int, int]], room_bytes: int | None, least_byte
     """Of steps and what was held after each; None: it does not grow. `least_bytes`: what is worth a word."""
     if len(values) < TREND:
         return None
-    medians = quarters([held for _, held in values])
-    if any(later <= earlier for earlier, later in pairwise(medians)):
-        return None
-    quarter = len(values) // 4
+    medians, quarter = quarters([held for _, held in values]), len(values) // 4
     low, high = sorted(held for _, held in values[:quarter]), sorted(held for _, held in values[-quarter:])
-    if low[3 * quarter // 4] >= high[quarter // 4]:  # they overlap, as noise does
-        return None
+    overlaps = low[3 * quarter // 4] >= high[quarter // 4]  # as noise does
     grown = medians[-1] - medians[0]
-    if grown < max(least_bytes, 0.01 * medians[0]):
+    rises = all(earlier < later for earlier, later in pairwise(medians))
+    if not rises or overlaps or grown < max(least_bytes, 0.01 * medians[0]):
         return None
     first, *_, last = quarters([step for step, _ in values])
     per_step = grown / max(1.0, last - first)
@@ -247,20 +218,13 @@ def quarters(values: Sequence[float]) -> list[float]:
     return [median(values[start:stop]) for start, stop in pairwise(cuts)]
 
 
-def _free(held: Held) -> int | None:
-    if held.total_bytes is None or held.used_bytes is None:
-        return None
-    return max(0, held.total_bytes - held.used_bytes)
-
-
 def _lasts_s(free: Sequence[tuple[float, int]]) -> float | None:
     """Seconds until nothing is left, as it has fallen so far; None: it does not fall."""
     if len(free) < 4 * FEW or free[-1][0] - free[0][0] < TREND_S:
         return None
     medians = quarters([size for _, size in free])
-    if any(later >= earlier for earlier, later in pairwise(medians)):
+    fallen = medians[0] - medians[-1]
+    if fallen < GIB // 4 or any(later >= earlier for earlier, later in pairwise(medians)):
         return None
-    if medians[0] - medians[-1] < GIB // 4:
-        return None
-    pace = (medians[0] - medians[-1]) / max(1e-9, (free[-1][0] - free[0][0]) * 3 / 4)
+    pace = fallen / max(1e-9, (free[-1][0] - free[0][0]) * 3 / 4)
     return free[-1][1] / pace

@@ -390,6 +390,10 @@ class WorkerFile:
         on_cpu = self.required_bytes * self.gpus_per_node if self.vendor == "cpu" else 0
         return self.host_bytes_per_node + on_cpu
 
+    @property
+    def ram_bytes_per_rank(self) -> int:
+        return self.ram_bytes_per_node // max(1, self.gpus_per_node)
+
 
 def read_plan_folder(folder: Path) -> dict[str, str]:
     """The files of a written plan, by name."""

@@ -15,8 +15,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.probes.card import Card
@@ -34,7 +35,7 @@ from tightfit.runs.events import (
     Step,
     Tally,
 )
-from tightfit.runs.health import OOM_KINDS, Health, Held, PlannedMemory, Seen, judge_health
+from tightfit.runs.health import OOM_KINDS, Health, Held, Seen, judge_health
 from tightfit.runs.lines import duration, line_of
 from tightfit.runs.machine_eye import Host, MachineEye, oom_kills
 from tightfit.runs.processes import PROC, every_pid, stat_of
@@ -73,8 +74,7 @@ def damaged(run: Path) -> tuple[Path, ...]:
 # --- the processes of a run ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProcess:
+class RankProcess(NamedTuple):
     """A process whose output goes to a rank's log: the rank, or something that it has started."""
 
     pid: int
@@ -143,42 +143,6 @@ class RankEye:
 # --- the run ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSeen:
-    """A run as it is now."""
-
-    folder: Path
-    worker: WorkerFile | None  # None: its plan cannot be read
-    record: RunRecord | None
-    attempts: tuple[AttemptRecord, ...]
-    step: Step | None
-    doing: Progress | None  # long work before the first step; None: it is not about that
-    first_loss: float | None
-    losses: tuple[float, ...]
-    steps: tuple[Step, ...]  # the last ones of this start
-    peak_bytes: int | None
-    ranks: tuple[Rank, ...]
-    lines: tuple[tuple[Said, str], ...]  # what has happened, and how it looks; the newest last
-    oom: Said | None
-    oom_is_last: bool
-    ended: Message | None  # how, in a few words; None: it goes on
-    well: bool  # whether it ended as it should, or goes on
-    quiet_s: float | None  # since the last event; None: there was none
-
-    @property
-    def planned(self) -> PlannedMemory | None:
-        worker = self.worker
-        if worker is None:
-            return None
-        return PlannedMemory(
-            peak_bytes=worker.peak_bytes,
-            required_bytes=worker.required_bytes,
-            ranks_here=worker.gpus_per_node,
-            offloads=worker.offload_optimizer == "cpu",
-            on_gpu=worker.vendor != "cpu",
-        )
-
-
 def check_run(path: Path) -> Path:
     """The run's folder that is meant, or why it is none."""
     place = path.expanduser().absolute()
@@ -196,106 +160,98 @@ def check_run(path: Path) -> Path:
 
 
 class RunEye:
-    """Follows one run from its first event on."""
+    """Follows one run from its first event on: the run as it was at the last look."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._follower = Follower(RunFolder(folder).events, start=0)
-        self._ranks = RankEye(folder)
+        self._rank_eye = RankEye(folder)
         self._tally = Tally()
-        self._losses: deque[float] = deque(maxlen=LOSSES)
-        self._steps: deque[Step] = deque(maxlen=STEPS)
+        self._damaged: tuple[Path, ...] | None = None  # None: nobody has looked yet
+        self._marks: dict[Path, int] = {}
         self._lines: deque[tuple[Said, str]] = deque(maxlen=LINES)
-        self._doing: Progress | None = None
-        self._oom: Said | None = None
-        self._oom_is_last = False
-        self._failed: Failed | None = None
-        self._plan: tuple[int, WorkerFile | None] | None = None
-        self._record: tuple[int, RunRecord | None] | None = None
-        self._tried: int | None = None  # when an attempt's record was last written
-        self._attempts: tuple[AttemptRecord, ...] = ()
-        self._damaged: tuple[Path, ...] = ()
-        self._looked = False
+        self.worker: WorkerFile | None = None  # None: its plan cannot be read
+        self.record: RunRecord | None = None
+        self.attempts: tuple[AttemptRecord, ...] = ()
+        self.doing: Progress | None = None  # long work before the first step; None: it is not about that
+        self.losses: deque[float] = deque(maxlen=LOSSES)
+        self.steps: deque[Step] = deque(maxlen=STEPS)  # of this start
+        self.ranks: tuple[Rank, ...] = ()
+        self.lines: tuple[tuple[Said, str], ...] = ()  # what has happened, and how it looks; the newest last
+        self.oom: Said | None = None
+        self.oom_is_last = False
+        self.ended: Message | None = None  # how, in a few words; None: it goes on
+        self.well = True  # whether it ended as it should, or goes on
+        self.quiet_s: float | None = None  # since the last event; None: there was none
         self.fresh: list[Event] = []  # what came with the last look
 
-    def look(self) -> RunSeen:
-        # read again where the file has changed
-        mark = _mark(RunFolder(self.folder).record)
-        if self._record is None or self._record[0] != mark:
-            self._record = mark, read_run(self.folder)
-        record = self._record[1]
-        lives = None if record is None else record.lives
+    @property
+    def step(self) -> Step | None:
+        return self._tally.last
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self._tally.peak_bytes
+
+    def _has_changed(self, path: Path) -> bool:
+        """Since the last look, or it is the first one."""
+        mark = 0
+        with suppress(OSError):  # it is not there
+            mark = path.stat().st_mtime_ns
+        before, self._marks[path] = self._marks.get(path), mark
+        return mark != before
+
+    def look(self) -> RunEye:
+        run = RunFolder(self.folder)
+        if self._has_changed(run.record):
+            self.record = read_run(self.folder)
+        lives = None if self.record is None else self.record.lives
         self.fresh = self._follower.poll() if lives is not False else self._follower.rest()
         for event in self.fresh:
-            self._tally.add(event)
-            if isinstance(event, Step):
-                self._doing, self._oom_is_last = None, False
-                self._steps.append(event)
-                if event.loss is not None and not event.skipped and event.loss - event.loss == 0:  # a finite number
-                    self._losses.append(event.loss)
-                continue
-            if isinstance(event, Progress):
-                self._doing = event
-                continue
-            if isinstance(event, Started | AttemptBegan | Resumed):
-                # Other processes, which hold what they hold from the beginning.
-                self._steps.clear()
-                self._ranks.forget()
-                self._doing = self._failed = self._tally.ended = None
-            if isinstance(event, Failed | AttemptFailed):
-                self._failed = event if isinstance(event, Failed) else None
-                if event.kind in OOM_KINDS:
-                    self._oom, self._oom_is_last = event.text, True
-            line = line_of(event)
-            if line[0]:
-                self._lines.append(line)
-        tried = _mark(self.folder / ATTEMPTS)
-        if self._tried != tried:
-            self._tried = tried
-            self._attempts = read_attempts(self.folder)
+            self._add(event)
+        if self._has_changed(self.folder / ATTEMPTS):
+            self.attempts = read_attempts(self.folder)
             # a rank that ran out of memory may have had no last words; whoever judged its end knows
-            causes = [each.cause for each in self._attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
+            causes = [each.cause for each in self.attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
             if causes:
-                self._oom = causes[-1].sentence
-                self._oom_is_last = self._attempts[-1].cause is causes[-1]
-        ended, well = self._ending(record, lives)
-        # another attempt may have another plan
-        plan = RunFolder(self.folder).plan
-        mark = _mark(plan / WORKER_FILE)
-        if self._plan is None or self._plan[0] != mark:
-            self._plan = mark, find_worker_file(plan)
-        worker = self._plan[1]
-        quiet_s = None
+                self.oom, self.oom_is_last = causes[-1].sentence, self.attempts[-1].cause is causes[-1]
+        self.ended, self.well = self._ending(self.record, lives)
+        if self._has_changed(run.plan / WORKER_FILE):  # another attempt may have another plan
+            self.worker = find_worker_file(run.plan)
+        self.quiet_s = None
         with suppress(OSError):
-            quiet_s = max(0.0, time.time() - RunFolder(self.folder).events.stat().st_mtime)
-        broken = damaged(self.folder) if record is None or worker is None or self._damaged or not self._looked else ()
-        self._damaged, self._looked = broken, True
-        return RunSeen(
-            folder=self.folder,
-            worker=worker,
-            record=record,
-            attempts=self._attempts,
-            step=self._tally.last,
-            doing=self._doing,
-            first_loss=self._tally.first_loss,
-            losses=tuple(self._losses),
-            steps=tuple(self._steps),
-            peak_bytes=self._tally.peak_bytes,
-            ranks=() if ended is not None else self._ranks.look(),
-            lines=(*((Message("runs.damaged", path=path), "yellow") for path in broken), *self._lines),
-            oom=self._oom,
-            oom_is_last=self._oom_is_last,
-            ended=ended,
-            well=well,
-            quiet_s=quiet_s,
-        )
+            self.quiet_s = max(0.0, time.time() - run.events.stat().st_mtime)
+        if self.record is None or self.worker is None or self._damaged != ():
+            self._damaged = damaged(self.folder)
+        self.ranks = () if self.ended is not None else self._rank_eye.look()
+        self.lines = (*((Message("runs.damaged", path=path), "yellow") for path in self._damaged or ()), *self._lines)
+        return self
+
+    def _add(self, event: Event) -> None:
+        self._tally.add(event)
+        if isinstance(event, Step):
+            self.doing, self.oom_is_last = None, False
+            self.steps.append(event)
+            if event.loss is not None and not event.skipped and event.loss - event.loss == 0:  # a finite number
+                self.losses.append(event.loss)
+        elif isinstance(event, Progress):
+            self.doing = event
+        elif isinstance(event, Started | AttemptBegan | Resumed):
+            # Other processes, which hold what they hold from the beginning.
+            self.steps.clear()
+            self._rank_eye.forget()
+            self.doing = self._tally.ended = None
+        elif isinstance(event, Failed | AttemptFailed) and event.kind in OOM_KINDS:
+            self.oom, self.oom_is_last = event.text, True
+        if not isinstance(event, Step | Progress) and (line := line_of(event))[0]:
+            self._lines.append(line)
 
     def _ending(self, record: RunRecord | None, lives: bool | None) -> tuple[Message | None, bool]:
         """How it ended, and whether that is well."""
         if record is None:  # a worker that another launcher started, or another trainer, whose record comes at its end
             if self._tally.ended is not None:
                 return Message("runs.it-ended", how=self._tally.ended.reason), True
-            last = self._attempts[-1] if self._attempts else None
+            last = self.attempts[-1] if self.attempts else None
             if last is not None and last.ended is not None and (last.next is None or last.next.action == "stop"):
                 return Message("runs.last-attempt-ended", how=last.state), last.state in ("done", "stopped")
             return None, True
@@ -313,14 +269,6 @@ class RunEye:
         }.get(record.state, Message("runs.it-ended", how=record.state))
         code = "" if record.exit_code in (None, 0) else Message("runs.with-exit-code", code=record.exit_code)
         return Message("runs.ended", how=how, at=at, code=code), record.state in ("done", "stopped")
-
-
-def _mark(path: Path) -> int:
-    """Changes with the file; 0: it is not there."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 # --- everything that `tightfit watch` shows ------------------------------------------------------
@@ -347,7 +295,7 @@ class Look:
     cards: tuple[CardSeen, ...]
     cards_age_s: float
     host: Host
-    run: RunSeen | None
+    run: RunEye | None
     others: tuple[Reservation, ...]  # live runs of this user on this machine
     health: Health
     problems: tuple[Said, ...] = ()  # why tools that are there show no card
@@ -358,8 +306,7 @@ class Watcher:
 
     def __init__(self, eye: MachineEye, run: Path | None, reservations: Reservations) -> None:
         self._eye, self._reservations = eye, reservations
-        self._others: tuple[Reservation, ...] = ()
-        self._asked = -OTHERS_S
+        self._others, self._asked = tuple[Reservation, ...](), -OTHERS_S
         self.run = None if run is None else RunEye(run)
         self._peaks: dict[int, int] = {}
         self._host_free: deque[tuple[float, int]] = deque(maxlen=HOST_LOOKS)
@@ -401,16 +348,14 @@ class Watcher:
             problems=seen.cards.problems,
         )
 
-    def _health(self, cards: Sequence[CardSeen], own: frozenset[int], host: Host, run: RunSeen | None) -> Health:
+    def _health(self, cards: Sequence[CardSeen], own: frozenset[int], host: Host, run: RunEye | None) -> Health:
         ram = Held(name=Message("runs.host-ram"), used_bytes=host.used_bytes, total_bytes=host.total_bytes)
         held = {
-            each.card.index: Held(
-                name=f"GPU {each.card.index}", used_bytes=each.card.used_bytes, total_bytes=each.card.total_bytes
-            )
-            for each in cards
+            card.index: Held(name=f"GPU {card.index}", used_bytes=card.used_bytes, total_bytes=card.total_bytes)
+            for card in (each.card for each in cards)
         }
-        planned = None if run is None else run.planned
-        on_cpu = not held or (planned is not None and not planned.on_gpu)
+        worker = None if run is None else run.worker
+        on_cpu = not held or (worker is not None and worker.vendor == "cpu")
         oom, is_last, kills = None, False, oom_kills()
         if run is not None and run.oom is not None:
             oom, is_last = run.oom, run.oom_is_last or (run.ended is not None and not run.well)
@@ -422,25 +367,19 @@ class Watcher:
                 host=ram,
                 host_free=tuple(self._host_free),
                 has_run=run is not None,
-                steps=() if run is None else run.steps,
-                planned=planned,
+                steps=() if run is None else tuple(run.steps),
+                worker=worker,
                 own=tuple(held[index] for index in sorted(own)),
                 oom=oom,
                 oom_is_last=is_last,
             )
         )
-        if run is None or run.ended is not None:
-            # Of what is over nothing is to be feared any more; of a machine only what its memories hold is said.
-            return found if run is None else Health(lights=found.lights, warnings=())
-        step_s = 0.0 if run.step is None else run.step.step_s or 0.0
-        if run.step is None or run.quiet_s is None or run.quiet_s < max(QUIET_S, QUIET_STEPS * step_s):
+        if run is not None and run.ended is not None:
+            return replace(found, warnings=())  # of what is over nothing is to be feared any more
+        if run is None or run.step is None or run.quiet_s is None:
+            return found
+        step_s = run.step.step_s or 0.0
+        if run.quiet_s < max(QUIET_S, QUIET_STEPS * step_s):
             return found
         quiet = Message("runs.nothing-heard", time=duration(run.quiet_s), step=duration(step_s))
-        return Health(lights=found.lights, warnings=(*found.warnings, quiet))
-
-
-def planned_rank_bytes(planned: PlannedMemory | None, run: RunSeen) -> int | None:
-    """What a rank on the CPU is planned to hold of host RAM."""
-    if planned is None or planned.on_gpu or run.worker is None:
-        return None
-    return run.worker.ram_bytes_per_node // max(1, run.worker.gpus_per_node)
+        return replace(found, warnings=(*found.warnings, quiet))

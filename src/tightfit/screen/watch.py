@@ -23,7 +23,7 @@ from tightfit.priced import GIB
 from tightfit.runs.health import BRIM, FULL, Light
 from tightfit.runs.lines import MIB, duration, loss_words
 from tightfit.runs.machine_eye import Host
-from tightfit.runs.watching import Look, RunSeen, planned_rank_bytes
+from tightfit.runs.watching import Look, RunEye
 from tightfit.screen.train import process_words
 
 MARKS = {"green": "✓", "yellow": "!", "red": "✗", "unknown": "?"}
@@ -147,7 +147,7 @@ def light_words(light: Light) -> str:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def _progress(run: RunSeen, width: int, *, plain_letters: bool) -> list[Text]:
+def _progress(run: RunEye, width: int, *, plain_letters: bool) -> list[Text]:
     step = run.step
     if step is None or run.doing is not None:
         doing = run.doing
@@ -171,7 +171,7 @@ def _progress(run: RunSeen, width: int, *, plain_letters: bool) -> list[Text]:
     if len(run.losses) > 1:
         room = max(8, min(SPARK, width - 24))
         ends = f"{loss_words(run.losses[0])} ", f" {loss_words(run.losses[-1])}"
-        drawn = sparkline(run.losses, room, PLAIN_LEVELS if plain_letters else LEVELS)
+        drawn = sparkline(tuple(run.losses), room, PLAIN_LEVELS if plain_letters else LEVELS)
         lines.append(Text.assemble(f"{text('screen.loss')} ", ends[0], (drawn, "cyan"), ends[1]))
     return lines
 
@@ -229,9 +229,9 @@ class _RowSizes:
 def _rank_rows(look: Look) -> list[tuple[str, _RowSizes, str]]:
     """Ranks on the CPU: what a card's memory would be is their own RAM."""
     run = look.run
-    if run is None or run.ended is not None or (run.planned is not None and run.planned.on_gpu):
+    if run is None or run.ended is not None or (run.worker is not None and run.worker.vendor != "cpu"):
         return []
-    planned, total = planned_rank_bytes(run.planned, run), look.host.total_bytes
+    planned, total = None if run.worker is None else run.worker.ram_bytes_per_rank, look.host.total_bytes
     share = None if total is None else total // max(1, len(run.ranks))
     if run.ranks:
         return [

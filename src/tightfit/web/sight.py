@@ -18,7 +18,7 @@ from tightfit.diagnose.masks import masked
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.messages import Message
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
-from tightfit.runs.health import OOM_KINDS, Held, PlannedMemory, Seen, judge_health
+from tightfit.runs.health import OOM_KINDS, Held, Seen, judge_health
 from tightfit.runs.lines import action_words, duration
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
@@ -151,7 +151,7 @@ class RunSight:
         total = card_bytes or self.history.limit_bytes
         planned = None
         if worker is not None:
-            planned = worker.peak_bytes if on_gpu else worker.ram_bytes_per_node // max(1, worker.gpus_per_node)
+            planned = worker.peak_bytes if on_gpu else worker.ram_bytes_per_rank
         rows: list[Section] = []
         if worker is not None and on_gpu and eye is not None:
             # The cards that the run's processes sit on; the most of each is what was seen since somebody looks.
@@ -185,22 +185,13 @@ class RunSight:
         ram = Held(name=Message("runs.host-ram"), used_bytes=host["used"], total_bytes=host["total"])
         cards = tuple(Held(name=row["name"], used_bytes=row["now"], total_bytes=row["total"]) for row in memory["rows"])
         causes = [each.cause for each in attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
-        planned = None
-        if worker is not None:
-            planned = PlannedMemory(
-                peak_bytes=worker.peak_bytes,
-                required_bytes=worker.required_bytes,
-                ranks_here=worker.gpus_per_node,
-                offloads=worker.offload_optimizer == "cpu",
-                on_gpu=memory["on_gpu"],
-            )
         found = judge_health(
             Seen(
                 memories=cards if memory["on_gpu"] else (ram,),
                 host=ram,
                 has_run=True,
                 steps=self.history.steps(),
-                planned=planned,
+                worker=worker,
                 own=cards if memory["on_gpu"] else (),
                 oom=causes[-1].sentence if causes else None,
                 oom_is_last=bool(causes) and attempts[-1].cause is causes[-1],
