@@ -11,13 +11,13 @@ positions, which is said.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from tightfit.messages import Message, Said
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
+class Preset(NamedTuple):
     """A config with where it comes from."""
 
     config: Mapping[str, object]
@@ -26,13 +26,11 @@ class Preset:
     """The size in the name, where the true count ought to be said beside it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A public model that has the shape of a preset."""
+class Checkpoint(NamedTuple):
+    """A public model that has the shape of a preset, and what its own config says otherwise."""
 
     preset: str
-    differs: Mapping[str, object] = field(default_factory=dict)
-    """What its own config says otherwise."""
+    differs: Mapping[str, object] = MappingProxyType({})
 
 
 DRAWN_STD = 0.02
@@ -40,158 +38,80 @@ DRAWN_STD = 0.02
 own 0.1 a Mamba that is 4864 wide gives 2.6 million after its first layer, beyond what fp16 can hold; with this, 1.3."""
 
 
-def _mamba(**sizes: int | float | bool) -> Mapping[str, object]:
+def _mamba(vocab: int, hidden: int, layers: int, **more: int | float) -> Mapping[str, object]:
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers}
     common = {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "tie_word_embeddings": True}
-    return {**common, "initializer_range": DRAWN_STD, **sizes}
+    return {**common, "initializer_range": DRAWN_STD, **sizes, **more}
 
 
-def _qwen2(**sizes: int | bool) -> Mapping[str, object]:
-    common = {"model_type": "qwen2", "hidden_act": "silu", "use_sliding_window": False, "rope_theta": 1_000_000.0}
-    return {**common, **sizes}
+_SIZES = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "max_position_embeddings".split()
+)
+
+
+def _transformer(model_type: str, *sizes: int, tied: bool, **more: object) -> Mapping[str, object]:
+    """`sizes`: those of `_SIZES`, in that order."""
+    return {"model_type": model_type, **more, **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": tied}
+
+
+def _qwen2(*sizes: int, tied: bool = False) -> Mapping[str, object]:
+    more = {"hidden_act": "silu", "use_sliding_window": False, "rope_theta": 1_000_000.0}
+    return _transformer("qwen2", *sizes, tied=tied, **more)
 
 
 _TINY_VOCAB = 512
 """Room for a byte-level tokenizer and its special tokens."""
 
 PRESETS: Mapping[str, Preset] = {
-    "7b_mamba": Preset(
-        config=_mamba(vocab_size=50257, hidden_size=4864, num_hidden_layers=45, expand=2),
-        source=Message("model.mamba-wide"),
-        called="7B",
-    ),
+    "7b_mamba": Preset(_mamba(50257, 4864, 45, expand=2), Message("model.mamba-wide"), "7B"),
     "3b_mamba": Preset(
-        config=_mamba(vocab_size=50280, hidden_size=2560, num_hidden_layers=64, expand=2),
-        source=Message("model.shape-of", name="state-spaces/mamba-2.8b-hf"),
-        called="3B",
+        _mamba(50280, 2560, 64, expand=2), Message("model.shape-of", name="state-spaces/mamba-2.8b-hf"), "3B"
     ),
+    # transformers takes no fractional `expand`, but lets intermediate_size overrule it.
     "3b_mamba_lite": Preset(
-        # transformers takes no fractional `expand`, but lets intermediate_size overrule it.
-        config=_mamba(vocab_size=50257, hidden_size=2560, num_hidden_layers=24, state_size=8, intermediate_size=3840),
-        source=Message("model.mamba-small-state"),
-        called="3B",
+        _mamba(50257, 2560, 24, state_size=8, intermediate_size=3840), Message("model.mamba-small-state"), "3B"
     ),
     "1b_mamba": Preset(
-        config=_mamba(vocab_size=50280, hidden_size=2048, num_hidden_layers=48, expand=2),
-        source=Message("model.shape-of", name="state-spaces/mamba-1.4b-hf"),
-        called="1B",
+        _mamba(50280, 2048, 48, expand=2), Message("model.shape-of", name="state-spaces/mamba-1.4b-hf"), "1B"
     ),
-    "tiny_mamba": Preset(
-        config=_mamba(vocab_size=_TINY_VOCAB, hidden_size=128, num_hidden_layers=4, expand=2, initializer_range=0.1),
-        source=Message("model.for-a-cpu"),
-    ),
+    "tiny_mamba": Preset(_mamba(_TINY_VOCAB, 128, 4, expand=2, initializer_range=0.1), Message("model.for-a-cpu")),
     "tiny_llama": Preset(
-        config={
-            "model_type": "llama",
-            "vocab_size": _TINY_VOCAB,
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-        },
-        source=Message("model.for-a-cpu"),
+        _transformer("llama", _TINY_VOCAB, 128, 384, 4, 4, 2, 2048, tied=True), Message("model.for-a-cpu")
     ),
-    "qwen1.5-0.5b": Preset(
-        config=_qwen2(
-            vocab_size=151_936,
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            max_position_embeddings=32_768,
-            tie_word_embeddings=True,
-        ),
-        source="Qwen/Qwen1.5-0.5B",
-        called="0.5B",
-    ),
-    "qwen1.5-1.8b": Preset(
-        config=_qwen2(
-            vocab_size=151_936,
-            hidden_size=2048,
-            intermediate_size=5504,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            max_position_embeddings=32_768,
-            tie_word_embeddings=False,
-        ),
-        source="Qwen/Qwen1.5-1.8B",
-        called="1.8B",
-    ),
-    "qwen2.5-7b": Preset(
-        config=_qwen2(
-            vocab_size=152_064,
-            hidden_size=3584,
-            intermediate_size=18_944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            max_position_embeddings=131_072,
-            tie_word_embeddings=False,
-        ),
-        source="Qwen/Qwen2.5-7B",
-        called="7B",
-    ),
-    "qwen2.5-32b": Preset(
-        config=_qwen2(
-            vocab_size=152_064,
-            hidden_size=5120,
-            intermediate_size=27_648,
-            num_hidden_layers=64,
-            num_attention_heads=40,
-            num_key_value_heads=8,
-            max_position_embeddings=131_072,
-            tie_word_embeddings=False,
-        ),
-        source=Message("model.qwen-32b"),
-        called="32B",
-    ),
+    "qwen1.5-0.5b": Preset(_qwen2(151_936, 1024, 2816, 24, 16, 16, 32_768, tied=True), "Qwen/Qwen1.5-0.5B", "0.5B"),
+    "qwen1.5-1.8b": Preset(_qwen2(151_936, 2048, 5504, 24, 16, 16, 32_768), "Qwen/Qwen1.5-1.8B", "1.8B"),
+    "qwen2.5-7b": Preset(_qwen2(152_064, 3584, 18_944, 28, 28, 4, 131_072), "Qwen/Qwen2.5-7B", "7B"),
+    "qwen2.5-32b": Preset(_qwen2(152_064, 5120, 27_648, 64, 40, 8, 131_072), Message("model.qwen-32b"), "32B"),
     "llama-3.1-8b": Preset(
-        config={
-            "model_type": "llama",
-            "vocab_size": 128_256,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "hidden_act": "silu",
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "rope_scaling": {
+        _transformer(
+            *("llama", 128_256, 4096, 14_336, 32, 32, 8, 131_072),
+            tied=False,
+            hidden_act="silu",
+            rms_norm_eps=1e-5,
+            rope_theta=500_000.0,
+            rope_scaling={
                 "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             },
-            "tie_word_embeddings": False,
-        },
-        source="meta-llama/Llama-3.1-8B",
-        called="8B",
+        ),
+        "meta-llama/Llama-3.1-8B",
+        "8B",
     ),
     "gemma-3-27b": Preset(
-        config={
-            "model_type": "gemma3_text",
-            "vocab_size": 262_208,
-            "hidden_size": 5376,
-            "intermediate_size": 21_504,
-            "num_hidden_layers": 62,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "query_pre_attn_scalar": 168,
-            "sliding_window": 1024,
-            "max_position_embeddings": 131_072,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            "tie_word_embeddings": True,
-        },
-        source=Message("model.gemma-27b"),
-        called="27B",
+        _transformer(
+            *("gemma3_text", 262_208, 5376, 21_504, 62, 32, 16, 131_072),
+            tied=True,
+            head_dim=128,
+            query_pre_attn_scalar=168,
+            sliding_window=1024,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
+        Message("model.gemma-27b"),
+        "27B",
     ),
 }
 
@@ -199,24 +119,24 @@ _SHORT: Mapping[str, object] = {"max_position_embeddings": 32_768}
 """Qwen2.5's chat models promise fewer positions than the base models that they were made from."""
 
 CHECKPOINTS: Mapping[str, Checkpoint] = {
-    "state-spaces/mamba-2.8b-hf": Checkpoint(preset="3b_mamba"),
-    "state-spaces/mamba-1.4b-hf": Checkpoint(preset="1b_mamba"),
-    "Qwen/Qwen1.5-0.5B": Checkpoint(preset="qwen1.5-0.5b"),
-    "Qwen/Qwen1.5-0.5B-Chat": Checkpoint(preset="qwen1.5-0.5b"),
-    "Qwen/Qwen1.5-1.8B": Checkpoint(preset="qwen1.5-1.8b"),
-    "Qwen/Qwen1.5-1.8B-Chat": Checkpoint(preset="qwen1.5-1.8b"),
-    "Qwen/Qwen2.5-7B": Checkpoint(preset="qwen2.5-7b"),
-    "Qwen/Qwen2.5-7B-Instruct": Checkpoint(preset="qwen2.5-7b", differs=_SHORT),
-    "Qwen/Qwen2.5-32B": Checkpoint(preset="qwen2.5-32b"),
-    "Qwen/Qwen2.5-32B-Instruct": Checkpoint(preset="qwen2.5-32b", differs=_SHORT),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": Checkpoint(preset="qwen2.5-32b"),
-    "meta-llama/Llama-3.1-8B": Checkpoint(preset="llama-3.1-8b"),
-    "meta-llama/Llama-3.1-8B-Instruct": Checkpoint(preset="llama-3.1-8b"),
-    "meta-llama/Meta-Llama-3.1-8B": Checkpoint(preset="llama-3.1-8b"),
-    "meta-llama/Meta-Llama-3.1-8B-Instruct": Checkpoint(preset="llama-3.1-8b"),
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": Checkpoint(preset="llama-3.1-8b"),
-    "google/gemma-3-27b-pt": Checkpoint(preset="gemma-3-27b"),
-    "google/gemma-3-27b-it": Checkpoint(preset="gemma-3-27b"),
+    "state-spaces/mamba-2.8b-hf": Checkpoint("3b_mamba"),
+    "state-spaces/mamba-1.4b-hf": Checkpoint("1b_mamba"),
+    "Qwen/Qwen1.5-0.5B": Checkpoint("qwen1.5-0.5b"),
+    "Qwen/Qwen1.5-0.5B-Chat": Checkpoint("qwen1.5-0.5b"),
+    "Qwen/Qwen1.5-1.8B": Checkpoint("qwen1.5-1.8b"),
+    "Qwen/Qwen1.5-1.8B-Chat": Checkpoint("qwen1.5-1.8b"),
+    "Qwen/Qwen2.5-7B": Checkpoint("qwen2.5-7b"),
+    "Qwen/Qwen2.5-7B-Instruct": Checkpoint("qwen2.5-7b", _SHORT),
+    "Qwen/Qwen2.5-32B": Checkpoint("qwen2.5-32b"),
+    "Qwen/Qwen2.5-32B-Instruct": Checkpoint("qwen2.5-32b", _SHORT),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": Checkpoint("qwen2.5-32b"),
+    "meta-llama/Llama-3.1-8B": Checkpoint("llama-3.1-8b"),
+    "meta-llama/Llama-3.1-8B-Instruct": Checkpoint("llama-3.1-8b"),
+    "meta-llama/Meta-Llama-3.1-8B": Checkpoint("llama-3.1-8b"),
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": Checkpoint("llama-3.1-8b"),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": Checkpoint("llama-3.1-8b"),
+    "google/gemma-3-27b-pt": Checkpoint("gemma-3-27b"),
+    "google/gemma-3-27b-it": Checkpoint("gemma-3-27b"),
 }
 """By Hugging Face id. The first of a preset is the checkpoint that the preset describes."""
 
