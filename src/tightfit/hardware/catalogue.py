@@ -15,7 +15,7 @@ MIB = 2**20
 
 _PCIE_LANE_GB_S = {"pcie3": 0.985, "pcie4": 1.969, "pcie5": 3.938}
 _FLOPS_PER_CLOCK = {"sm": 512, "c": 2}
-"""Of the matrix units of one GeForce multiprocessor, fp32 accumulation: the same from Turing to Blackwell; of a core."""
+"""Of one core; of the matrix units of one GeForce multiprocessor with fp32 accumulation, the same since Turing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

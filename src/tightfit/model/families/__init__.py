@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.inputs.spelling import shown
 from tightfit.messages import Message
-from tightfit.model.families import gpt2, gpt_neox, llama_like, mamba, moe
+from tightfit.model.families import gpt, llama_like, mamba
 from tightfit.model.families.reader import MAX_PARAMETERS, ConfigReader, NotByName, did_you_mean
 from tightfit.types import ModelError, ModelShape
 
@@ -23,10 +23,9 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    **{name: Family(llama_like.shape) for name in llama_like.VARIANTS},
-    "gpt2": Family(gpt2.shape, gpt2.ALIASES),
-    "gpt_neox": Family(gpt_neox.shape),
-    **{name: Family(moe.shape, moe.ALIASES.get(name, {})) for name in moe.MIXTURES},
+    **{name: Family(llama_like.shape, llama_like.ALIASES.get(name, {})) for name in llama_like.VARIANTS},
+    "gpt2": Family(gpt.gpt2, gpt.GPT2_ALIASES),
+    "gpt_neox": Family(gpt.gpt_neox),
     "mamba": Family(mamba.shape),
     "falcon_mamba": Family(mamba.shape),
     "mamba2": Family(mamba.shape2),

@@ -1,8 +1,9 @@
 """Llama and the many that kept its shape: attention, then an MLP, each behind a norm, on a residual stream.
 
-They differ in defaults, in which linear layers have a bias, in the norm and where it stands, in windows
-and in whether projections are fused. A `LlamaVariant` says those differences for one `model_type`; the values
-are the defaults of transformers' own config class, so an absent key means here what it means there.
+They differ in defaults, in which linear layers have a bias, in the norm and where it stands, in windows,
+in whether projections are fused, and in experts that stand in the MLP's place. A `LlamaVariant` says those differences
+for one `model_type`; the values are the defaults of transformers' own config class, so an absent key means here what it
+means there.
 """
 
 from __future__ import annotations
@@ -12,11 +13,30 @@ from dataclasses import dataclass, replace
 
 from tightfit.messages import Message
 from tightfit.model.families import windows
-from tightfit.model.families.parts import Skeleton, layer_kinds, linear, norm, read_layers, rotary_width
+from tightfit.model.families.parts import assemble, linear, norm, read_layers, rotary_width
 from tightfit.model.families.reader import MAX_HEADS, ConfigReader
-from tightfit.types import Arrangement, Attention, Block, Mlp, ModelShape, NormKind, Tensor
+from tightfit.types import Arrangement, Attention, Block, Mlp, ModelShape, Moe, NormKind, Tensor
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A router with experts."""
+
+    experts_key: str = "num_experts"
+    experts: int
+    top_k: int
+    inner_key: str = "moe_intermediate_size"
+    inner: int
+    shared_inner: int = 0
+    """Default width of the shared expert; 0: the family has none."""
+    gate_first: bool = True
+    """The router is registered before the experts."""
+    scores_fp32: bool = False
+    """The router's weights are not cast back."""
+    lora_on_experts: bool = False
+    """PEFT has a mapping from this family's old expert modules to today's parameters, and `all-linear` uses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +80,7 @@ class LlamaVariant:
     """Default of attn_logit_softcapping."""
     final_softcap: float | None = None
     reads_softcaps: bool = False
+    mixture: Mixture | None = None
 
 
 _GEMMA = LlamaVariant(
@@ -86,7 +107,7 @@ _GEMMA2 = replace(
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
-    window=windows.alternating,
+    window=windows.by_place(lambda i: i % 2 == 0),
     attention_softcap=50.0,
     final_softcap=30.0,
     reads_softcaps=True,
@@ -104,7 +125,7 @@ _OLMO2 = LlamaVariant(
 VARIANTS: Mapping[str, LlamaVariant] = {
     "llama": LlamaVariant(heads_must_divide=True, mlp_bias="mlp_bias"),
     "mistral": _MISTRAL,
-    "ministral": replace(_MISTRAL, window=windows.ministral),
+    "ministral": replace(_MISTRAL, window=windows.by_place(lambda i: True)),
     "ministral3": replace(_MISTRAL, head_dim=128, positions=262_144, window=windows.every_layer(None)),
     "qwen2": _QWEN2,
     "qwen3": replace(_QWEN2, head_dim=128, qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
@@ -124,7 +145,7 @@ VARIANTS: Mapping[str, LlamaVariant] = {
     ),
     "granite": LlamaVariant(mlp_bias="mlp_bias", embedding_scale=True, residual_scaled=True),
     "olmo2": _OLMO2,
-    "olmo3": replace(_OLMO2, window=windows.three_of_four),
+    "olmo3": replace(_OLMO2, window=windows.by_place(lambda i: (i + 1) % 4 != 0)),
     "smollm3": LlamaVariant(
         kv_heads=4,
         positions=32_768,
@@ -156,6 +177,41 @@ VARIANTS: Mapping[str, LlamaVariant] = {
         qk_norm="each",
         partial_rotary=0.25,
     ),
+    "mixtral": replace(
+        _MISTRAL,
+        window=windows.every_layer(None),
+        mixture=Mixture(
+            experts_key="num_local_experts",
+            experts=8,
+            top_k=2,
+            inner_key="intermediate_size",
+            inner=14_336,
+            scores_fp32=True,
+            lora_on_experts=True,
+        ),
+    ),
+    "qwen2_moe": LlamaVariant(
+        heads=16,
+        kv_heads=16,
+        positions=32_768,
+        qkv_bias="qkv_bias",
+        bias_default=True,
+        out_bias=False,
+        window=windows.even_lower_layers,
+        mixture=Mixture(experts=60, top_k=4, inner=1408, shared_inner=5632),
+    ),
+    "qwen3_moe": LlamaVariant(
+        kv_heads=4,
+        positions=32_768,
+        qk_norm="head",
+        window=windows.every_layer_if_asked,
+        mixture=Mixture(experts=128, top_k=8, inner=768, gate_first=False, lora_on_experts=True),
+    ),
+}
+
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
 }
 
 
@@ -164,73 +220,38 @@ def shape(config: ConfigReader) -> ModelShape:
     variant = VARIANTS[config.model_type]
     config.require(*variant.required)
     hidden = config.count("hidden_size", 1)
-    vocab = config.count("vocab_size", variant.vocab)
     layers = read_layers(config, 1)
-    heads = read_heads(config, variant, hidden)
-    inner = config.count("intermediate_size", 1)
-    bias = _bias(config, variant, variant.mlp_bias)
-    activation = config.activation(variant.activation_key, variant.activation)
-    if config.model_type == "gemma" and activation == "gelu":
-        # The first Gemma configs say gelu and mean its tanh form; transformers corrects them.
-        activation = "gelu_pytorch_tanh"
-    mlp = Mlp(intermediate=inner, activation=activation, gated=variant.gated, fused_gate_up=variant.fused)
-    if not variant.gated:
-        mlp_tensors = [*linear("mlp.c_fc", inner, hidden, bias=bias), *linear("mlp.c_proj", hidden, inner, bias=bias)]
-    elif variant.fused:
-        gate_up = linear("mlp.gate_up_proj", 2 * inner, hidden, bias=bias)
-        mlp_tensors = [*gate_up, *linear("mlp.down_proj", hidden, inner, bias=bias)]
-    else:
-        mlp_tensors = gated_mlp("mlp", hidden, inner, bias=bias)
+    mixer, mixer_tensors = _read_attention(config, variant, hidden)
+    mlp, mlp_tensors = _read_mlp(config, variant, hidden)
+    moe, moe_tensors, has_experts = _read_experts(config, variant.mixture, hidden, layers)
     window = variant.window(config, layers)
     rotary = windows.rotary_layers(config, layers) if variant.skips_rotary else [True] * layers
     arrangement, layer_norms = variant.arrangement, variant.layer_norms
     if config.model_type == "stablelm" and config.flag("use_parallel_residual", False):
         # Mixer and MLP run side by side, and one norm is read with both.
         arrangement, layer_norms = "parallel", ("input_layernorm",)
-
-    def block(kind: tuple[int | None, bool]) -> Block:
-        mixer, mixer_tensors = attention_of(config, variant, hidden, heads)
-        norms = [tensor for name in layer_norms for tensor in norm(name, hidden, variant.norm)]
-        return Block(
-            mixer=replace(mixer, sliding_window=kind[0], rotary=kind[1]),
-            mlp=mlp,
+    norms = [tensor for name in layer_norms for tensor in norm(name, hidden, variant.norm)]
+    kinds = list(zip(window, rotary, has_experts, strict=True))
+    blocks = {
+        (window, rotary, is_sparse): Block(
+            mixer=replace(mixer, sliding_window=window, rotary=rotary),
+            mlp=moe if is_sparse else mlp,
             norm=variant.norm,
             arrangement=arrangement,
-            tensors=(*mixer_tensors, *mlp_tensors, *norms),
+            tensors=(*mixer_tensors, *(moe_tensors if is_sparse else mlp_tensors), *norms),
             residual_scaled=variant.residual_scaled,
         )
-
-    assembled = Skeleton().assemble(
-        config,
-        hidden=hidden,
-        vocab=vocab,
-        kinds=layer_kinds(list(zip(window, rotary, strict=True)), block),
-        tied=config.flag("tie_word_embeddings", variant.tied),
-        positions=config.count("max_position_embeddings", variant.positions),
-        final=variant.norm,
-    )
+        for window, rotary, is_sparse in dict.fromkeys(kinds)
+    }
+    positions = config.count("max_position_embeddings", variant.positions)
+    every = [blocks[kind] for kind in kinds]
+    assembled = assemble(config, every, hidden=hidden, vocab=variant.vocab, tied=variant.tied, positions=positions)
     final_softcap = _softcap(config, variant, "final_logit_softcapping", variant.final_softcap)
     return replace(assembled, embedding_scale=variant.embedding_scale, final_softcap=final_softcap)
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How the attention is cut."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-
-def read_heads(config: ConfigReader, variant: LlamaVariant, hidden: int) -> Heads:
+def _read_attention(config: ConfigReader, variant: LlamaVariant, hidden: int) -> tuple[Attention, list[Tensor]]:
+    """The mixer and its tensors, relative to the layer."""
     heads = config.count("num_attention_heads", variant.heads, most=MAX_HEADS)
     # Absent is transformers' default of this family; null is 'as many as heads'.
     kv_heads = config.optional_count("num_key_value_heads", variant.kv_heads) or heads
@@ -239,42 +260,37 @@ def read_heads(config: ConfigReader, variant: LlamaVariant, hidden: int) -> Head
         config.check_multiple("hidden_size", hidden, "num_attention_heads", heads)
     given = "" if config.has("num_key_value_heads") else Message("model.default-kv", model_type=config.model_type)
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads, given)
-    return Heads(heads, kv_heads, head_dim or hidden // heads)
-
-
-def attention_of(
-    config: ConfigReader, variant: LlamaVariant, hidden: int, heads: Heads
-) -> tuple[Attention, list[Tensor]]:
-    """The mixer and its tensors, relative to the layer."""
+    head_dim = head_dim or hidden // heads
+    q_width, kv_width = heads * head_dim, kv_heads * head_dim
     qkv_bias = _bias(config, variant, variant.qkv_bias)
-    out = linear("self_attn.o_proj", hidden, heads.q_width, bias=_bias(config, variant, variant.out_bias))
+    out = linear("self_attn.o_proj", hidden, q_width, bias=_bias(config, variant, variant.out_bias))
     if variant.fused:
         # phi3 registers the output projection first.
-        tensors = out + linear("self_attn.qkv_proj", heads.q_width + 2 * heads.kv_width, hidden, bias=qkv_bias)
+        tensors = out + linear("self_attn.qkv_proj", q_width + 2 * kv_width, hidden, bias=qkv_bias)
     else:
         tensors = [
-            *linear("self_attn.q_proj", heads.q_width, hidden, bias=qkv_bias),
-            *linear("self_attn.k_proj", heads.kv_width, hidden, bias=qkv_bias),
-            *linear("self_attn.v_proj", heads.kv_width, hidden, bias=qkv_bias),
+            *linear("self_attn.q_proj", q_width, hidden, bias=qkv_bias),
+            *linear("self_attn.k_proj", kv_width, hidden, bias=qkv_bias),
+            *linear("self_attn.v_proj", kv_width, hidden, bias=qkv_bias),
             *out,
         ]
     norms: list[Tensor] = []
     if variant.qk_norm in ("head", "whole"):
         whole = variant.qk_norm == "whole"
-        norms += norm("self_attn.q_norm", heads.q_width if whole else heads.head_dim, "rms")
-        norms += norm("self_attn.k_norm", heads.kv_width if whole else heads.head_dim, "rms")
+        norms += norm("self_attn.q_norm", q_width if whole else head_dim, "rms")
+        norms += norm("self_attn.k_norm", kv_width if whole else head_dim, "rms")
     elif variant.qk_norm == "each" and config.flag("qk_layernorm", False):
-        for side, count in (("q", heads.heads), ("k", heads.kv_heads)):
+        for side, count in (("q", heads), ("k", kv_heads)):
             names = [f"self_attn.{side}_layernorm.norms.{i}.weight" for i in range(count)]
-            norms += [Tensor(name, (heads.head_dim,)) for name in names]
-    partial = config.model_type in ("phi3", "stablelm")
+            norms += [Tensor(name, (head_dim,)) for name in names]
+    rotary_dim = None
+    if config.model_type in ("phi3", "stablelm"):
+        rotary_dim = rotary_width(config, head_dim, "partial_rotary_factor", variant.partial_rotary)
     mixer = Attention(
-        heads=heads.heads,
-        kv_heads=heads.kv_heads,
-        head_dim=heads.head_dim,
-        rotary_dim=rotary_width(config, heads.head_dim, "partial_rotary_factor", variant.partial_rotary)
-        if partial
-        else None,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
         rotary_fp32=variant.rotary_fp32,
         qk_norm=bool(norms),
         qk_norm_kind=variant.norm,
@@ -287,7 +303,65 @@ def attention_of(
     return mixer, tensors + norms
 
 
-def gated_mlp(prefix: str, hidden: int, inner: int, *, bias: bool = False) -> list[Tensor]:
+def _read_mlp(config: ConfigReader, variant: LlamaVariant, hidden: int) -> tuple[Mlp, list[Tensor]]:
+    inner, bias = config.count("intermediate_size", 1), _bias(config, variant, variant.mlp_bias)
+    activation = config.activation(variant.activation_key, variant.activation)
+    if config.model_type == "gemma" and activation == "gelu":
+        # The first Gemma configs say gelu and mean its tanh form; transformers corrects them.
+        activation = "gelu_pytorch_tanh"
+    if not variant.gated:
+        tensors = [*linear("mlp.c_fc", inner, hidden, bias=bias), *linear("mlp.c_proj", hidden, inner, bias=bias)]
+    elif variant.fused:
+        gate_up = linear("mlp.gate_up_proj", 2 * inner, hidden, bias=bias)
+        tensors = [*gate_up, *linear("mlp.down_proj", hidden, inner, bias=bias)]
+    else:
+        tensors = _gated_mlp("mlp", hidden, inner, bias=bias)
+    return Mlp(intermediate=inner, activation=activation, gated=variant.gated, fused_gate_up=variant.fused), tensors
+
+
+def _read_experts(
+    config: ConfigReader, mixture: Mixture | None, hidden: int, layers: int
+) -> tuple[Moe | None, list[Tensor], list[bool]]:
+    """The router and its experts, their tensors, and which layers have them.
+
+    transformers 5 keeps all experts of a layer in two three-dimensional parameters, gate and up side by side; the
+    router is a bare matrix. Which of the two is registered first differs from family to family.
+    """
+    if mixture is None:
+        return None, [], [False] * layers
+    experts = config.count(mixture.experts_key, mixture.experts, most=MAX_HEADS)
+    top_k = config.count("num_experts_per_tok", mixture.top_k)
+    inner = config.count(mixture.inner_key, mixture.inner)
+    if top_k > experts:
+        raise config.fail(
+            "model.more-active-than-experts", top_k=top_k, experts_key=mixture.experts_key, experts=experts
+        )
+    gate = [Tensor("mlp.gate.weight", (experts, hidden))]
+    stacked = [
+        Tensor("mlp.experts.gate_up_proj", (experts, 2 * inner, hidden)),
+        Tensor("mlp.experts.down_proj", (experts, hidden, inner)),
+    ]
+    tensors = gate + stacked if mixture.gate_first else stacked + gate
+    shared = config.count("shared_expert_intermediate_size", mixture.shared_inner) if mixture.shared_inner else 0
+    if shared:
+        tensors += [*_gated_mlp("mlp.shared_expert", hidden, shared), *linear("mlp.shared_expert_gate", 1, hidden)]
+    moe = Moe(
+        experts=experts,
+        top_k=top_k,
+        intermediate=inner,
+        activation=config.activation("hidden_act", "silu"),
+        shared_intermediate=shared,
+        scores_fp32=mixture.scores_fp32,
+        lora_on_experts=mixture.lora_on_experts,
+    )
+    if config.model_type == "mixtral":
+        return moe, tensors, [True] * layers
+    step = config.count("decoder_sparse_step", 1)
+    only_dense = set(config.whole_numbers("mlp_only_layers") or ())
+    return moe, tensors, [i not in only_dense and (i + 1) % step == 0 for i in range(layers)]
+
+
+def _gated_mlp(prefix: str, hidden: int, inner: int, *, bias: bool = False) -> list[Tensor]:
     return [
         *linear(f"{prefix}.gate_proj", inner, hidden, bias=bias),
         *linear(f"{prefix}.up_proj", inner, hidden, bias=bias),

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from math import ceil
 
-from tightfit.model.families.parts import Skeleton, layer_kinds, linear, norm, read_layers
+from tightfit.model.families.parts import assemble, linear, norm, read_layers
 from tightfit.model.families.reader import MAX_HEADS, MAX_SIZE, ConfigReader
 from tightfit.types import Block, Mamba1, Mamba2, ModelShape, Tensor
-
-_NAMES = Skeleton(embedding="backbone.embeddings.weight", layers="backbone.layers.{i}.", final_norm="backbone.norm_f")
 
 
 def shape(config: ConfigReader) -> ModelShape:
@@ -90,12 +88,6 @@ def _assemble(
         tensors=(*norm("norm", hidden, "rms"), *tensors),
         residual_fp32=config.flag("residual_in_fp32", True),
     )
-    return _NAMES.assemble(
-        config,
-        hidden=hidden,
-        vocab=config.count("vocab_size", 50280),
-        kinds=layer_kinds([None] * read_layers(config, 32), lambda _: block),
-        tied=config.flag("tie_word_embeddings", tied),
-        positions=None,
-        final="rms",
-    )
+    layers = [block] * read_layers(config, 32)
+    names = ("backbone.embeddings.weight", "backbone.layers.{i}.", "backbone.norm_f")
+    return assemble(config, layers, hidden=hidden, vocab=50280, tied=tied, positions=None, names=names)

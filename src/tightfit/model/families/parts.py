@@ -7,28 +7,16 @@ those of its children, children in the order of their assignment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 from tightfit.model.families.reader import MAX_LAYERS, ConfigReader
 from tightfit.types import Block, ModelShape, NormKind, Tensor
-
-Key = TypeVar("Key", bound=Hashable)
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
 
 
 def linear(name: str, out_features: int, in_features: int, *, bias: bool = False) -> list[Tensor]:
     """torch's nn.Linear: the weight is (out, in)."""
     tensors = [Tensor(f"{name}.weight", (out_features, in_features))]
     return [*tensors, Tensor(f"{name}.bias", (out_features,))] if bias else tensors
-
-
-def conv1d_linear(name: str, in_features: int, out_features: int) -> list[Tensor]:
-    """transformers' Conv1D, gpt2's linear layer: the weight is (in, out), the bias is always there."""
-    return [Tensor(f"{name}.weight", (in_features, out_features)), Tensor(f"{name}.bias", (out_features,))]
 
 
 def norm(name: str, width: int, kind: NormKind) -> list[Tensor]:
@@ -56,45 +44,39 @@ def rotary_width(config: ConfigReader, head_dim: int, key: str, default: float) 
     return None if width == head_dim else width
 
 
-def layer_kinds(keys: Sequence[Key], make: Callable[[Key], Block]) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """`blocks` and `pattern` from what distinguishes each layer, bottom to top."""
-    index: dict[Key, int] = {}
-    pattern = tuple(index.setdefault(key, len(index)) for key in keys)
-    return tuple(make(key) for key in index), pattern
+LLAMA_NAMES = ("model.embed_tokens.weight", "model.layers.{i}.", "model.norm")
+"""Of the embedding, the layers and the final norm."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skeleton:
-    """Where a family keeps its embedding, layers, final norm and head."""
+def assemble(
+    config: ConfigReader,
+    layers: Sequence[Block],
+    *,
+    hidden: int,
+    vocab: int,
+    tied: bool,
+    positions: int | None,
+    names: tuple[str, str, str] = LLAMA_NAMES,
+) -> ModelShape:
+    """The model of these layers, bottom to top, between its embedding and its head.
 
-    embedding: str = "model.embed_tokens.weight"
-    layers: str = "model.layers.{i}."
-    final_norm: str = "model.norm"
-    head: str = "lm_head.weight"
-
-    def assemble(  # what is left when names are known; one call a family
-        self,
-        config: ConfigReader,
-        *,
-        hidden: int,
-        vocab: int,
-        kinds: tuple[tuple[Block, ...], tuple[int, ...]],
-        tied: bool,
-        positions: int | None,
-        final: NormKind,
-    ) -> ModelShape:
-        head = [] if tied else [Tensor(self.head, (vocab, hidden))]
-        return ModelShape(
-            name=config.model,
-            model_type=config.model_type,
-            hidden_size=hidden,
-            vocab_size=vocab,
-            blocks=kinds[0],
-            pattern=kinds[1],
-            layer_prefix=self.layers,
-            before=(Tensor(self.embedding, (vocab, hidden)),),
-            after=(*norm(self.final_norm, hidden, final), *head),
-            tied=tied,
-            final_norm=final,
-            max_positions=positions,
-        )
+    `vocab` and `tied` are what the family takes where the config does not say.
+    """
+    vocab, tied = config.count("vocab_size", vocab), config.flag("tie_word_embeddings", tied)
+    embedding, prefix, final_norm = names
+    blocks = tuple(dict.fromkeys(layers))
+    head = [] if tied else [Tensor("lm_head.weight", (vocab, hidden))]
+    return ModelShape(
+        name=config.model,
+        model_type=config.model_type,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        blocks=blocks,
+        pattern=tuple(map(blocks.index, layers)),
+        layer_prefix=prefix,
+        before=(Tensor(embedding, (vocab, hidden)),),
+        after=(*norm(final_norm, hidden, blocks[0].norm), *head),
+        tied=tied,
+        final_norm=blocks[0].norm,
+        max_positions=positions,
+    )

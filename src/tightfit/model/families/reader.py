@@ -8,7 +8,8 @@ those is a misspelling.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from tightfit.inputs.spelling import nearest, shown
 from tightfit.messages import Message
@@ -32,6 +33,9 @@ ACTIVATIONS = frozenset(
     "leaky_relu linear mish quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh".split()
 )
 """The names in transformers' ACT2FN, less `prelu` and `xielu`, which bring parameters of their own."""
+
+
+Value = TypeVar("Value")
 
 
 class NotByName(ModelError):
@@ -99,31 +103,20 @@ class ConfigReader:
 
     def number(self, key: str, default: float) -> float:
         """A finite number above zero."""
-        value = self._get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail("model.not-a-number", key=key, value=shown(value))
+        value = self._typed(key, int | float, "model.not-a-number", default)
         if not 0 < value <= MAX_SIZE:
             raise self.fail("model.not-positive", key=key, value=shown(value), max_size=MAX_SIZE)
         return float(value)
 
     def share(self, key: str, default: float) -> float:
         """A number from 0 to 1, such as a dropout's."""
-        value = self._get(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        value = self._typed(key, int | float, "model.not-a-share", default)
+        if not 0 <= value <= 1:
             raise self.fail("model.not-a-share", key=key, value=shown(value))
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fail("model.not-a-switch", key=key, value=shown(value))
-        return value
+        return self._typed(key, bool, "model.not-a-switch", default)
 
     def activation(self, key: str, default: str) -> str:
         value = self._get(key)
@@ -140,46 +133,36 @@ class ConfigReader:
 
     def words(self, key: str, length: int) -> list[str] | None:
         """A list of `length` strings, one a layer; None where absent or null."""
-        value = self._list(key)
+        value: Sequence[str] | None = self._typed(key, list | tuple, "model.not-a-list", None)
         if value is None:
             return None
         if len(value) != length:
             raise self.fail("model.entries-for-layers", key=key, entries=len(value), layers=length)
-        words = [item for item in value if isinstance(item, str)]
-        if len(words) != length:
-            raise self.fail("model.not-words", key=key, value=shown(value))
-        return words
+        if not all(isinstance(item, str) for item in value):
+            raise self.fail("model.not-words", key=key, value=shown(list(value)))
+        return list(value)
 
     def whole_numbers(self, key: str) -> list[int] | None:
         """A list of non-negative whole numbers; None where absent or null."""
-        value = self._list(key)
+        value: Sequence[int] | None = self._typed(key, list | tuple, "model.not-a-list", None)
         if value is None:
             return None
-        numbers = [item for item in value if isinstance(item, int) and item >= 0]
-        if len(numbers) != len(value):
-            raise self.fail("model.not-whole-numbers", key=key, value=shown(value))
-        return numbers
+        if not all(isinstance(item, int) and item >= 0 for item in value):
+            raise self.fail("model.not-whole-numbers", key=key, value=shown(list(value)))
+        return list(value)
 
     def section(self, key: str) -> Mapping[str, object] | None:
         """A nested object; None where absent or null."""
-        value = self._get(key)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise self.fail("model.not-an-object", key=key, value=shown(value))
-        return value
+        return self._typed(key, Mapping, "model.not-an-object", None)
 
     def unasked(self) -> list[str]:
         """Keys that no reader wanted."""
-        known = self.asked | set(self.aliases)
-        return sorted(str(key) for key in self._values if key not in known)
+        return sorted(str(key) for key in self._values if key not in self.asked and key not in self.aliases)
 
     def _whole(self, key: str, default: int, *, least: int, most: int) -> int:
-        value = self._get(key)
+        value: int | None = self._typed(key, int, "model.not-a-whole-number", None)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail("model.not-a-whole-number", key=key, value=shown(value))
         if value < least:
             raise self.fail("model.too-small", key=key, value=shown(value), least=least)
         if value > most:
@@ -190,10 +173,9 @@ class ConfigReader:
         self.asked.add(key)
         return self._values.get(key)
 
-    def _list(self, key: str) -> list[object] | None:
+    def _typed(self, key: str, kind: Any, problem: str, default: Value) -> Value:
+        """The value if it is of this kind, the default where absent or null; true and false are no numbers."""
         value = self._get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list | tuple):
-            raise self.fail("model.not-a-list", key=key, value=shown(value))
-        return list(value)
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            raise self.fail(problem, key=key, value=shown(value))
+        return default if value is None else cast(Value, value)

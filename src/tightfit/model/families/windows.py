@@ -8,30 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tightfit.model.families.parts import FULL, SLIDING
 from tightfit.model.families.reader import ConfigReader
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 Window = int | None
 Rule = Callable[[ConfigReader, int], list[Window]]
-
-
-def _read_types(config: ConfigReader, layers: int, window: Window, default: Callable[[int], bool]) -> list[Window]:
-    """`layer_types` where the config has it, else the family's own pattern."""
-    types = config.words("layer_types", layers)
-    if types is None:
-        types = [SLIDING if default(i) else FULL for i in range(layers)]
-    for word in types:
-        if word not in (FULL, SLIDING):
-            raise config.fail(
-                "model.unknown-layer-type", word=word, model_type=config.model_type, full=FULL, sliding=SLIDING
-            )
-    return [window if word == SLIDING else None for word in types]
-
-
-def _window_if_used(config: ConfigReader, default: Window) -> Window:
-    """Unused, the value may be anything: transformers itself saves a 0 there."""
-    config.has("sliding_window")
-    return config.optional_count("sliding_window", default) if config.flag("use_sliding_window", False) else None
 
 
 def never(config: ConfigReader, layers: int) -> list[Window]:
@@ -40,11 +21,7 @@ def never(config: ConfigReader, layers: int) -> list[Window]:
 
 def every_layer(default: Window) -> Rule:
     """mistral, mixtral, phi3, starcoder2: one window for all, null switches it off."""
-
-    def rule(config: ConfigReader, layers: int) -> list[Window]:
-        return [config.optional_count("sliding_window", default)] * layers
-
-    return rule
+    return lambda config, layers: [config.optional_count("sliding_window", default)] * layers
 
 
 def every_layer_if_asked(config: ConfigReader, layers: int) -> list[Window]:
@@ -52,36 +29,21 @@ def every_layer_if_asked(config: ConfigReader, layers: int) -> list[Window]:
     return [_window_if_used(config, 4096)] * layers
 
 
-def ministral(config: ConfigReader, layers: int) -> list[Window]:
-    window = config.optional_count("sliding_window", 4096)
-    return _read_types(config, layers, window, lambda i: window is not None)
+def by_place(slides: Callable[[int], bool]) -> Rule:
+    """ministral, gemma2, olmo3: one window, for the layers of these numbers."""
+    return lambda config, layers: _read_types(config, layers, config.optional_count("sliding_window", 4096), slides)
 
 
 def upper_layers(config: ConfigReader, layers: int) -> list[Window]:
     """qwen2, qwen3: the layers from `max_window_layers` up, if `use_sliding_window`."""
-    window = _window_if_used(config, 4096)
-    first = config.index("max_window_layers", 28)
-    return _read_types(config, layers, window, lambda i: window is not None and i >= first)
+    window, first = _window_if_used(config, 4096), config.index("max_window_layers", 28)
+    return _read_types(config, layers, window, lambda i: i >= first)
 
 
 def even_lower_layers(config: ConfigReader, layers: int) -> list[Window]:
     """qwen2_moe: every other layer below `max_window_layers`, if `use_sliding_window`."""
-    window = _window_if_used(config, 4096)
-    used = config.flag("use_sliding_window", False)
-    last = config.index("max_window_layers", 28)
-    return _read_types(config, layers, window, lambda i: used and i % 2 == 0 and i < last)
-
-
-def alternating(config: ConfigReader, layers: int) -> list[Window]:
-    """gemma2: the first of every two."""
-    window = config.optional_count("sliding_window", 4096)
-    return _read_types(config, layers, window, lambda i: i % 2 == 0)
-
-
-def three_of_four(config: ConfigReader, layers: int) -> list[Window]:
-    """olmo3: all but every fourth."""
-    window = config.optional_count("sliding_window", 4096)
-    return _read_types(config, layers, window, lambda i: (i + 1) % 4 != 0)
+    window, last = _window_if_used(config, 4096), config.index("max_window_layers", 28)
+    return _read_types(config, layers, window, lambda i: i % 2 == 0 and i < last)
 
 
 def gemma3(config: ConfigReader, layers: int) -> list[Window]:
@@ -95,9 +57,8 @@ def gemma3(config: ConfigReader, layers: int) -> list[Window]:
 
 def without_rope(config: ConfigReader, layers: int) -> list[Window]:
     """smollm3: the layers without rotary positions, if `use_sliding_window`."""
-    window = _window_if_used(config, None)
-    rotary = rotary_layers(config, layers)
-    return _read_types(config, layers, window, lambda i: window is not None and not rotary[i])
+    window, rotary = _window_if_used(config, None), rotary_layers(config, layers)
+    return _read_types(config, layers, window, lambda i: not rotary[i])
 
 
 def rotary_layers(config: ConfigReader, layers: int) -> list[bool]:
@@ -109,3 +70,19 @@ def rotary_layers(config: ConfigReader, layers: int) -> list[bool]:
     if len(given) != layers:
         raise config.fail("model.entries-for-layers", key="no_rope_layers", entries=len(given), layers=layers)
     return [bool(flag) for flag in given]
+
+
+def _window_if_used(config: ConfigReader, default: Window) -> Window:
+    """Unused, the value may be anything: transformers itself saves a 0 there."""
+    config.has("sliding_window")
+    return config.optional_count("sliding_window", default) if config.flag("use_sliding_window", False) else None
+
+
+def _read_types(config: ConfigReader, layers: int, window: Window, slides: Callable[[int], bool]) -> list[Window]:
+    """`layer_types` where the config has it, else the family's own pattern."""
+    types = config.words("layer_types", layers) or [SLIDING if slides(i) else FULL for i in range(layers)]
+    for word in types:
+        if word not in (FULL, SLIDING):
+            names = {"word": word, "model_type": config.model_type, "full": FULL, "sliding": SLIDING}
+            raise config.fail("model.unknown-layer-type", **names)
+    return [window if word == SLIDING else None for word in types]
