@@ -16,7 +16,7 @@ from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.model.presets import PRESETS
-from tightfit.pace import pace, step_times
+from tightfit.pace import Clock, KernelChoice, pace
 from tightfit.pace.rates import UNKNOWN_FLOPS, host_link_of
 from tightfit.types import (
     Buckets,
@@ -171,7 +171,8 @@ def test_all_depths_at_once_are_each_depth_alone(name: str, method: Method) -> N
         }
         levers, hardware = replace(plain, **odd), machine(MACHINES[asked % len(MACHINES)])
         alone = [seconds(shape, replace(levers, checkpointing=Checkpointing(layers=k)), hardware) for k in depths]
-        assert step_times(shape, levers, hardware) == pytest.approx(alone)
+        choice = KernelChoice(levers.attention, levers.scan, levers.buckets)
+        assert Clock(shape, levers, hardware).times(levers, choice) == pytest.approx(alone)
         assert alone == sorted(alone), "more recomputation is never faster"
 
 

@@ -19,7 +19,7 @@ from small_questions import GIB, ask, built, card, corners_of_any_job, machine, 
 
 from tightfit.job import Job, Machine
 from tightfit.memory import Scale, estimate, required_bytes, totals_of
-from tightfit.pace import Clock, pace, step_times
+from tightfit.pace import Clock, pace
 from tightfit.planner import candidates, plan
 from tightfit.planner.depths import depths_to_try, from_below, in_a_valley, past_a_floor
 from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
@@ -128,7 +128,7 @@ def test_no_two_candidates_are_equally_simple() -> None:
 @given(corners_of_any_job())
 def test_more_recomputing_layers_never_make_a_step_faster(drawn: tuple[Question, candidates.Corner]) -> None:
     question, corner = drawn
-    times = step_times(question.shape, corner.levers, question.hardware)
+    times = Clock(question.shape, corner.levers, question.hardware).times(corner.rest, corner.choice)
     for depth, seconds in enumerate(times):
         levers = replace(corner.levers, checkpointing=Checkpointing(layers=depth))
         assert pace(question.shape, levers, question.hardware).step_s == pytest.approx(seconds, rel=1e-12)

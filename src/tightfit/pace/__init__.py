@@ -17,7 +17,7 @@ from tightfit.pace.rates import assumptions, rates_of
 from tightfit.pace.work import passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace
 
-__all__ = ["Clock", "KernelChoice", "pace", "step_times"]
+__all__ = ["Clock", "KernelChoice", "pace"]
 
 
 def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool = False) -> Pace:
@@ -34,7 +34,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
     times, reductions = levers.accumulation, traffic.reductions(levers.accumulation)
     gpu, host = passes.forward_gpu + traffic.copied, passes.host + traffic.host
     gpu_back, host_back = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
-    collectives, host_link = traffic.waiting(max(gpu, host))
+    collectives, host_link = traffic.waiting(max(gpu, host), traffic.gathered)
     collectives_back, host_link_back = traffic.waiting_back(max(gpu_back, host_back), times)
     # What the host takes longer than the GPU is launch overhead.
     entries: list[tuple[Cause, float]] = [
@@ -72,9 +72,3 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
         causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
         because=assumptions(hardware, levers),
     )
-
-
-def step_times(shape: ModelShape, levers: Levers, hardware: Hardware) -> list[float]:
-    """`pace(...).step_s` for every depth of checkpointing: see `Clock`, which has it for many ways at once."""
-    choice = KernelChoice(levers.attention, levers.scan, levers.buckets)
-    return Clock(shape, levers, hardware).times(levers, choice)

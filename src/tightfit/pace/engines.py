@@ -52,14 +52,14 @@ class PassTimes(NamedTuple):
     def forward_s(self, traffic: Traffic) -> float:
         """A forward pass with all that it waits for."""
         busy = max(self.forward_gpu + traffic.copied, self.host + traffic.host)
-        return busy + sum(traffic.waiting(busy))
+        return busy + sum(traffic.waiting(busy, traffic.gathered))
 
 
 class Traffic(NamedTuple):
     """Seconds that data takes outside the computation: of one micro batch, `updated` of one step."""
 
     gathered: float
-    gathered_back: float
+    """In either pass."""
     reduced: float
     overlaps: bool
     """Reductions run beside the backward pass."""
@@ -72,7 +72,7 @@ class Traffic(NamedTuple):
     """On the GPU: shards laid out for a collective and back."""
     copied_back: float
     from_host: float
-    from_host_back: float
+    """In either pass."""
     to_host: float
     kept_out: float
     """Layer inputs that wait on the host: out in the forward pass, back in the other."""
@@ -82,28 +82,25 @@ class Traffic(NamedTuple):
     def reductions(self, accumulation: int) -> int:
         return accumulation if self.each_time else 1
 
-    def waiting(self, busy: float) -> tuple[float, float]:
-        """What a forward pass of `busy` seconds waits for collectives, and for the host link."""
-        return self._waits(busy, self.gathered, 0.0, self.from_host)
+    def waiting(self, busy: float, moved: float) -> tuple[float, float]:
+        """What a pass of `busy` seconds waits for collectives of `moved` seconds, and for the host link."""
+        return (
+            _beside(moved, busy, constants.COLLECTIVE_COST),
+            _beside(self.from_host, max(busy, moved), self.copy_cost),
+        )
 
     def waiting_back(self, busy: float, accumulation: int) -> tuple[float, float]:
-        """Likewise all backward passes of a step together, of which some or all reduce gradients."""
-        reduced = self.reduced if self.overlaps else 0.0
-        collectives, host_link = self._waits(busy, self.gathered_back, reduced, self.from_host_back)
-        reducing = self.reductions(accumulation)
-        if reducing == accumulation:
-            return accumulation * collectives, accumulation * host_link
-        gathering, fetching = self._waits(busy, self.gathered_back, 0.0, self.from_host_back)
-        others = accumulation - reducing
-        return reducing * collectives + others * gathering, reducing * host_link + others * fetching
+        """Likewise all backward passes of a step together."""
+        collectives = host_link = 0.0
+        for count, moved in self._rounds(accumulation):
+            for_ranks, for_host = self.waiting(busy, moved)
+            collectives, host_link = collectives + count * for_ranks, host_link + count * for_host
+        return collectives, host_link
 
     def waited_back(self, accumulation: int) -> Callable[[float], float]:
         """The sum of `waiting_back` as a function of the busy seconds alone: a search asks it thousands of times."""
-        reducing = self.reductions(accumulation)
-        reduced = self.reduced if self.overlaps else 0.0
-        rounds = [(reducing, self.gathered_back + reduced), (accumulation - reducing, self.gathered_back)]
-        rounds = [(count, moved) for count, moved in rounds if count]
-        linked, cost, copy_cost = self.from_host_back, constants.COLLECTIVE_COST, self.copy_cost
+        rounds = self._rounds(accumulation)
+        linked, cost, copy_cost = self.from_host, constants.COLLECTIVE_COST, self.copy_cost
 
         def waited(busy: float) -> float:
             total = 0.0
@@ -119,14 +116,13 @@ class Traffic(NamedTuple):
     @property
     def hidden_s(self) -> float:
         """All that is moved beside a backward pass that takes longer than this costs it the same, however long."""
-        return max(self.gathered_back + (self.reduced if self.overlaps else 0.0), self.from_host_back)
+        return max(self.gathered + (self.reduced if self.overlaps else 0.0), self.from_host)
 
-    def _waits(self, busy: float, gathered: float, reduced: float, linked: float) -> tuple[float, float]:
-        moved = gathered + reduced
-        return (
-            _beside(moved, busy, constants.COLLECTIVE_COST),
-            _beside(linked, max(busy, moved), self.copy_cost),
-        )
+    def _rounds(self, accumulation: int) -> list[tuple[int, float]]:
+        """The backward passes of a step, of which some or all reduce gradients: how many move how long."""
+        reducing = self.reductions(accumulation)
+        moved = self.gathered + (self.reduced if self.overlaps else 0.0)
+        return [each for each in ((reducing, moved), (accumulation - reducing, self.gathered)) if each[0]]
 
 
 def _beside(moved: float, busy: float, cost: float) -> float:
@@ -169,7 +165,6 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
     elif sharded:
         gathers = _count_tensors_to_gather(shape, levers.buckets.persistence_threshold)
     whole = weights.bytes if sharded else 0
-    gathered = link.ring(whole, world) + link.latency(gathers)
     gradients = weights.trainable_numel * (FP32 if levers.is_fsdp2 else weights.trainable_width)
     buckets = max(1, -(-weights.trainable_numel // levers.buckets.reduce_bucket))
     # `overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it.
@@ -177,7 +172,6 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
     if levers.stage not in (None, 0):
         overlaps = levers.stage == 3 if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
     fetched = whole // world if levers.offload_param != "none" else 0
-    from_host = link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0)
     to_host = 0.0
     if levers.offload_optimizer != "none":
         # Each rank's share of the gradients, in fp32.
@@ -186,8 +180,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
         to_host = link.host(FP32 * weights.trainable_numel // world) + copies
     host, again = gathers * gather_s, levers.checkpointing.layers
     return Traffic(
-        gathered=gathered,
-        gathered_back=gathered,
+        gathered=link.ring(whole, world) + link.latency(gathers),
         reduced=(1 if sharded else 2) * (link.ring(gradients, world) + link.latency(buckets)),
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
@@ -195,8 +188,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
         updated=link.ring(trained, world) if levers.engine in ("zero1", "zero2") else 0.0,
         copied=copied,
         copied_back=copied_back,
-        from_host=from_host,
-        from_host_back=from_host,
+        from_host=link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0),
         to_host=to_host,
         kept_out=link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0,
         host=host,
@@ -206,8 +198,6 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
 
 class _Links:
     """Bytes to seconds, between GPUs and to the host."""
-
-    __slots__ = ("_alone", "_bandwidth", "_host", "_latency", "_ranks")
 
     def __init__(self, hardware: Hardware, rehearsal: bool) -> None:
         gpu = hardware.gpu

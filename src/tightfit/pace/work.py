@@ -180,18 +180,9 @@ def _scan(block: Block, setting: Setting) -> tuple[float, float, float]:
     return steps / forward, steps / back, launches
 
 
-class HeadTime(NamedTuple):
-    """Seconds of embedding, final norm, head and loss."""
-
-    products: float
-    traffic: float
-    products_back: float
-    traffic_back: float
-    host: float
-
-
 @lru_cache(maxsize=2048)
-def head_time(shape: ModelShape, setting: Setting, rates: Rates, fused: bool, trains_head: bool) -> HeadTime:
+def head_time(shape: ModelShape, setting: Setting, rates: Rates, fused: bool, trains_head: bool) -> LayerTime:
+    """Embedding, final norm, head and loss."""
     tokens, vocab, hidden, width = setting.tokens, shape.vocab_size, shape.hidden_size, setting.width
     once = _product(tokens, vocab, hidden, width, rates)
     logits = tokens * vocab
@@ -209,8 +200,10 @@ def head_time(shape: ModelShape, setting: Setting, rates: Rates, fused: bool, tr
         added = 2 * chunks * vocab * hidden * width if trains_head else 0
         launches += chunks * constants.CHUNK_OPERATIONS * constants.OPERATION_S
         moved = (forward + back / 2 + added) / rates.traffic
-        return HeadTime(once + products_back, moved, 0.0, embedding / rates.traffic, launches)
-    return HeadTime(once, forward / rates.traffic, products_back, (back + embedding) / rates.traffic, launches)
+        times = (once + products_back, moved, 0.0, embedding / rates.traffic)
+    else:
+        times = (once, forward / rates.traffic, products_back, (back + embedding) / rates.traffic)
+    return LayerTime(*times, 0.0, launches, constants.HEAD_OPERATIONS * constants.OPERATION_S, modules=3)
 
 
 # --- all layers and the head together: the seconds of one micro batch ---------------------------
@@ -237,16 +230,16 @@ def _plain(
     shape: ModelShape, setting: Setting, rates: Rates, recomputing: int, frozen: int, fused: bool
 ) -> tuple[PassTimes, int, int]:
     """Without hooks, so that all engines share it; and the modules that are called in each pass."""
-    head = head_time(shape, setting, rates, fused, setting.trains_head(tied=shape.tied))
-    products, traffic, products_back, traffic_back, host = head
-    unpacking = unpacking_back = again_s = 0.0
-    host_back = constants.HEAD_OPERATIONS * constants.OPERATION_S
-    modules = modules_back = 3
+    # How many layers of each kind there are, how many run twice, how many have a backward pass.
+    counted = [(head_time(shape, setting, rates, fused, setting.trains_head(tied=shape.tied)), 1, 0, 1)]
     for kind, block in enumerate(shape.blocks):
-        # How many layers of this kind there are, how many run twice, how many have a backward pass.
-        count, anew = shape.pattern.count(kind), shape.pattern[frozen:recomputing].count(kind)
-        back = shape.pattern[frozen:].count(kind)
+        anew, back = shape.pattern[frozen:recomputing].count(kind), shape.pattern[frozen:].count(kind)
         layer = layer_time(block, shape.hidden_size, setting, rates)
+        counted.append((layer, shape.pattern.count(kind), anew, back))
+    products = traffic = unpacking = host = 0.0
+    products_back = traffic_back = unpacking_back = again_s = host_back = 0.0
+    modules = modules_back = 0
+    for layer, count, anew, back in counted:
         products += count * layer.products
         traffic += count * layer.traffic
         unpacking += count * layer.unpacking
@@ -258,15 +251,5 @@ def _plain(
         host_back += back * layer.host_back + anew * (layer.host + constants.CHECKPOINTED_LAYER_S)
         modules += count * layer.modules
         modules_back += (back + anew) * layer.modules
-    passes = PassTimes(
-        products=products,
-        traffic=traffic,
-        unpacking=unpacking,
-        host=host,
-        products_back=products_back,
-        traffic_back=traffic_back,
-        unpacking_back=unpacking_back,
-        recomputed=again_s,
-        host_back=host_back,
-    )
-    return passes, modules, modules_back
+    forward = (products, traffic, unpacking, host)
+    return PassTimes(*forward, products_back, traffic_back, unpacking_back, again_s, host_back), modules, modules_back
