@@ -199,12 +199,12 @@ NVML = json.dumps(
                 "name": "NVIDIA H200",
                 "uuid": f"{UUID}0",
                 "pci": "00000000:1B:00.0",
-                "total": 150754820096,
-                "used": 4194304,
-                "free": 150750625792,
-                "use": 0,
-                "temperature": 31,
-                "power": 76.2,
+                "total_bytes": 150754820096,
+                "used_bytes": 4194304,
+                "free_bytes": 150750625792,
+                "use_percent": 0,
+                "temperature_c": 31,
+                "power_w": 76.2,
                 "arch": "sm_90",
                 "processes": [[4711, 5], [4712, None]],
             }
@@ -214,11 +214,18 @@ NVML = json.dumps(
     }
 )
 TORCH = json.dumps(
-    {"hip": None, "cards": [{"index": 0, "name": "NVIDIA H200", "total": 150754820096, "free": 4096, "arch": "sm_90"}]}
+    {
+        "hip": None,
+        "cards": [
+            {"index": 0, "name": "NVIDIA H200", "total_bytes": 150754820096, "free_bytes": 4096, "arch": "sm_90"}
+        ],
+    }
 )
 TORCH_DTK = json.dumps(
     {
         "hip": "6.3.0",
-        "cards": [{"index": 0, "name": "K100_AI", "total": 68702699520, "free": None, "arch": "gfx928:sramecc+"}],
+        "cards": [
+            {"index": 0, "name": "K100_AI", "total_bytes": 68702699520, "free_bytes": None, "arch": "gfx928:sramecc+"}
+        ],
     }
 )

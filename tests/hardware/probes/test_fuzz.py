@@ -15,7 +15,7 @@ import recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.hardware.probes.amd_smi import parse_metric, with_names, with_processes
+from tightfit.hardware.probes.amd_smi import parse_cards as parse_amd
 from tightfit.hardware.probes.card import Card
 from tightfit.hardware.probes.libraries import parse_library
 from tightfit.hardware.probes.nvidia import parse_apps, parse_cards, parse_links, parse_runtime
@@ -36,8 +36,7 @@ def _nvidia(text: str) -> tuple[Card, ...]:
 
 
 def _amd_named(text: str) -> tuple[Card, ...]:
-    cards = parse_metric(recorded.AMD_LIST)
-    return with_processes(with_names(cards, text), text)
+    return parse_amd(recorded.AMD_LIST, text)
 
 
 SHAPES: dict[str, tuple[Parser, str]] = {
@@ -47,7 +46,7 @@ SHAPES: dict[str, tuple[Parser, str]] = {
         if name.startswith("HY_") and name != "HY_PIDS"
     },
     **{name: (_hygon, getattr(recorded, name)) for name in ("ROCM_JSON", "ROCM_TEXT", "ROCM_CSV", "ROCM_TABLE")},
-    **{name: (parse_metric, getattr(recorded, name)) for name in ("AMD_WRAPPED", "AMD_LIST", "AMD_ONE", "AMD_TEXT")},
+    **{name: (parse_amd, getattr(recorded, name)) for name in ("AMD_WRAPPED", "AMD_LIST", "AMD_ONE", "AMD_TEXT")},
     "AMD_STATIC": (_amd_named, recorded.AMD_STATIC),
     "AMD_PROCESS": (_amd_named, recorded.AMD_PROCESS),
     "NVIDIA_ROWS": (_nvidia, recorded.NVIDIA_ROWS),

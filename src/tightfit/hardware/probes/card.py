@@ -5,13 +5,25 @@ What a tool does not report stays None. It is never zero: a card whose memory no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from tightfit.hardware.probes.readings import celsius, pci_address, percent, size, watts, words
 from tightfit.messages import Message
 from tightfit.types import Vendor
 
 _SIZES = ("total_bytes", "used_bytes", "free_bytes")
+_READ = {
+    "name": words,
+    "pci": pci_address,
+    "uuid": words,
+    "memory_percent": percent,
+    "use_percent": percent,
+    "temperature_c": celsius,
+    "power_w": watts,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +94,15 @@ class Cards:
     tools: tuple[str, ...] = ()
     """The tools that showed a card."""
     problems: tuple[Message, ...] = ()
+
+
+def read_card(index: int, vendor: Vendor, told: Mapping[str, object], unit: str = "B") -> Card:
+    """A card of what a tool says, by the names of its fields; `unit`: of sizes that come without one."""
+    known: dict[str, Any] = {name: read(told.get(name)) for name, read in _READ.items()}
+    known |= {name: size(told.get(name), unit) for name in _SIZES}
+    known["total_bytes"] = known["total_bytes"] or None  # no memory at all: nobody knows
+    arch = re.match("sm_[0-9]{2,3}|gfx[0-9a-f]{3,5}", words(told.get("arch")) or "")
+    return complete_sizes(Card(index=index, vendor=vendor, arch=arch[0] if arch else None, **known))
 
 
 def complete_sizes(card: Card) -> Card:

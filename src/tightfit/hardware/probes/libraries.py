@@ -1,5 +1,5 @@
 """NVML and torch, which are libraries: a wedged driver would hold whoever calls them, so each is called in a process of
-its own, which prints one JSON object.
+its own, which prints one JSON object: the cards, by the names of `Card`'s fields.
 
 torch is the last resort, where no maker's tool is at hand. To import it takes seconds, so it is asked only where
 nothing else shows a card and its build has a use for one.
@@ -7,25 +7,14 @@ nothing else shows a card and its build has a use for one.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, complete_sizes
-from tightfit.hardware.probes.readings import (
-    card_index,
-    celsius,
-    find_json,
-    pci_address,
-    percent,
-    process_id,
-    size,
-    total,
-    watts,
-    words,
-)
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, read_card
+from tightfit.hardware.probes.readings import card_index, find_json, process_id, total, words
 from tightfit.hardware.probes.tools import HungTool, Silent, run
 from tightfit.messages import Message
 from tightfit.types import Vendor
@@ -44,7 +33,8 @@ if torch.cuda.is_available():
         except Exception:
             free = None
         arch = getattr(known, "gcnArchName", None) if torch.version.hip else f"sm_{known.major}{known.minor}"
-        cards.append({"index": index, "name": known.name, "total": known.total_memory, "free": free, "arch": arch})
+        sizes = {"total_bytes": known.total_memory, "free_bytes": free}
+        cards.append({"index": index, "name": known.name, "arch": arch, **sizes})
 print(json.dumps({"hip": torch.version.hip, "cards": cards}))
 """
 
@@ -86,30 +76,15 @@ def parse_library(tool: str, text: str) -> Answer:
         index = card_index(told.get("index")) if isinstance(told, dict) else None
         if index is None:
             continue
-        found = re.match("sm_[0-9]{2,3}|gfx[0-9a-f]{3,5}", words(told.get("arch")) or "")
-        arch = found[0] if found else None
-        hip: Vendor = "hygon" if arch in _HYGON else "amd"
-        processes = None
+        arch = words(told.get("arch")) or ""
+        vendor: Vendor = "nvidia" if not is_hip else "hygon" if arch.startswith(_HYGON) else "amd"
+        card = read_card(index, vendor, told)
         if isinstance(told.get("processes"), list):
             pairs = [each for each in told["processes"] if isinstance(each, list) and len(each) == 2]
             known = ((process_id(pid), total(held, "B")) for pid, held in pairs)
-            processes = tuple(CardProcess(pid=pid, held_bytes=held) for pid, held in known if pid is not None)
-        card = Card(
-            index=index,
-            vendor=hip if is_hip else "nvidia",
-            name=words(told.get("name")),
-            pci=pci_address(told.get("pci")),
-            uuid=words(told.get("uuid")),
-            arch=arch,
-            total_bytes=total(told.get("total"), "B"),
-            used_bytes=size(told.get("used"), "B"),
-            free_bytes=size(told.get("free"), "B"),
-            use_percent=percent(told.get("use")),
-            temperature_c=celsius(told.get("temperature")),
-            power_w=watts(told.get("power")),
-            processes=processes,
-        )
-        cards.setdefault(index, complete_sizes(card))
+            processes = (CardProcess(pid=pid, held_bytes=held) for pid, held in known if pid is not None)
+            card = replace(card, processes=tuple(processes))
+        cards.setdefault(index, card)
     driver = None
     if cards and "driver" in tree:
         raw = tree.get("cuda")

@@ -9,36 +9,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, complete_sizes
-from tightfit.hardware.probes.readings import (
-    celsius,
-    pci_address,
-    percent,
-    process_id,
-    size,
-    split_lines,
-    total,
-    watts,
-    words,
-)
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, read_card
+from tightfit.hardware.probes.readings import process_id, split_lines, total, words
 from tightfit.hardware.probes.tools import Silent, ask_by, place_of
 from tightfit.messages import Message
 
 _AMOUNT = r"-?[0-9]+(?:\.[0-9]+)?"
 _KINDS = {
-    "index": _AMOUNT,
-    "pci.bus_id": r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]",
-    "uuid": r"(?:GPU|MIG)-[0-9A-Za-z/-]+",
-    "memory.total": _AMOUNT,
-    "memory.used": _AMOUNT,
-    "memory.free": _AMOUNT,
-    "utilization.gpu": _AMOUNT,
-    "temperature.gpu": _AMOUNT,
-    "power.draw": _AMOUNT,
-    "driver_version": r"[0-9]+(?:\.[0-9]+)+",
-    "compute_cap": r"[0-9]{1,2}\.[0-9]",
+    "index": ("index", _AMOUNT),
+    "pci.bus_id": ("pci", r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"),
+    "uuid": ("uuid", r"(?:GPU|MIG)-[0-9A-Za-z/-]+"),
+    "memory.total": ("total_bytes", _AMOUNT),
+    "memory.used": ("used_bytes", _AMOUNT),
+    "memory.free": ("free_bytes", _AMOUNT),
+    "utilization.gpu": ("use_percent", _AMOUNT),
+    "temperature.gpu": ("temperature_c", _AMOUNT),
+    "power.draw": ("power_w", _AMOUNT),
+    "driver_version": ("driver", r"[0-9]+(?:\.[0-9]+)+"),
+    "compute_cap": ("capability", r"[0-9]{1,2}\.[0-9]"),
 }
-"""Field → what belongs there."""
+"""Field → its name in a `Card`, and what belongs there."""
 FIELDS = (*_KINDS, "name")
 """The name comes last, for it may hold commas, quoted or not."""
 _NAMES = ("index", "uuid", "memory.total", "compute_cap", "name")
@@ -100,27 +90,17 @@ def parse_cards(text: str, asked: Sequence[str] = FIELDS) -> tuple[tuple[Card, .
         row = [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])]
         if len(row) < len(asked) or not re.fullmatch("[0-9]{1,4}", row[0]):
             continue
-        told = dict(zip(asked[:-1], row, strict=False))
+        told = {name: cell for name, cell in zip(asked[:-1], row, strict=False) if words(cell)}
+        known = {name: cell for name, cell in told.items() if not re.fullmatch(r"\[.*\]|ERR!", cell)}
         card = Card(index=int(row[0]), vendor="nvidia")
-        known = {name: cell for name, cell in told.items() if words(cell) and not re.fullmatch(r"\[.*\]|ERR!", cell)}
         # In a torn row cells stand in each other's places, and nothing of it is believed.
-        if all(re.fullmatch(_KINDS[name], cell) for name, cell in known.items()):
-            capability = known.get("compute_cap")
-            card = replace(
-                card,
-                name=words(", ".join(row[len(asked) - 1 :])),
-                pci=pci_address(known.get("pci.bus_id")),
-                uuid=known.get("uuid"),
-                arch=f"sm_{capability.replace('.', '')}" if capability else None,
-                total_bytes=total(known.get("memory.total"), "MiB"),
-                used_bytes=size(known.get("memory.used"), "MiB"),
-                free_bytes=size(known.get("memory.free"), "MiB"),
-                use_percent=percent(known.get("utilization.gpu")),
-                temperature_c=celsius(known.get("temperature.gpu")),
-                power_w=watts(known.get("power.draw")),
-            )
-            version = version or known.get("driver_version")
-        cards.setdefault(card.index, complete_sizes(card))
+        if all(re.fullmatch(_KINDS[name][1], cell) for name, cell in known.items()):
+            fields = {_KINDS[name][0]: cell for name, cell in known.items()}
+            fields |= {"name": ", ".join(row[len(asked) - 1 :])}
+            fields |= {"arch": f"sm_{fields.get('capability', '').replace('.', '')}"}
+            card = read_card(card.index, "nvidia", fields, "MiB")
+            version = version or fields.get("driver")
+        cards.setdefault(card.index, card)
     return tuple(cards.values()), version
 
 

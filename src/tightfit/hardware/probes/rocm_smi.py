@@ -18,18 +18,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, complete_sizes
+from tightfit.hardware.probes.card import Answer, Card, CardProcess, read_card
 from tightfit.hardware.probes.readings import (
     MOST_CARDS,
     celsius,
     find_json,
     number,
     pci_address,
-    percent,
     process_id,
     size,
     split_lines,
-    watts,
     words,
 )
 from tightfit.hardware.probes.tools import HungTool, Silent, ask_by
@@ -89,7 +87,6 @@ def probe(tool: str, vendor: Vendor, deadline: float, whole: bool) -> Answer:
 
 # --- what the keys mean, in the spellings of all the releases that we know ----------------------
 
-_UNIT = r"\((b|kb|kib|mb|mib|gb|gib)\)"
 _NAMES = ("card series", "card model", "device name", "marketing name", "market name")
 _SENSORS = ("edge", "core", "junction")
 
@@ -103,37 +100,36 @@ def parse_cards(text: str, vendor: Vendor) -> tuple[Card, ...]:
     return tuple(_make_card(index, values, vendor) for index, values in sorted(rows.items()))
 
 
+_KEYS = {
+    "pci": "pci bus",
+    "arch": "gfx version",
+    "memory_percent": r"vram%|(?:gpu|hcu|dcu) memory (?:use \(%\)|allocated \(vram%\))",
+    "use_percent": r"(?:gpu|hcu|dcu) use \(%\)",
+    "power_w": r"(?:average|current) (?:socket )?graphics package power \(w\)",
+}
+_SIZES = {
+    "vram total memory": "total_bytes",
+    "vram total used memory": "used_bytes",
+    "available memory size": "free_bytes",
+}
+_SIZE = re.compile(rf"({'|'.join(_SIZES)}) \((b|kb|kib|mb|mib|gb|gib)\)")
+
+
 def _make_card(index: int, values: Mapping[str, object], vendor: Vendor) -> Card:
-    def find(pattern: str) -> object:
-        return next((value for key, value in values.items() if re.fullmatch(pattern, key)), None)
-
-    def find_size(pattern: str) -> int | None:
-        matches = ((re.fullmatch(rf"{pattern} {_UNIT}", key), value) for key, value in values.items())
-        return next((size(value, found[1]) for found, value in matches if found), None)
-
-    total_bytes = find_size("vram total memory") or None  # no memory at all: nobody knows
-    arch = re.match("gfx[0-9a-f]+", words(values.get("gfx version")) or "")
-    unique = words(values.get("unique id"))
+    told: dict[str, object] = {}
+    sizes: dict[str, int | None] = {}
+    for key, value in values.items():
+        if found := _SIZE.fullmatch(key):
+            sizes.setdefault(_SIZES[found[1]], size(value, found[2]))
+        elif field := next((field for field, pattern in _KEYS.items() if re.fullmatch(pattern, key)), None):
+            told.setdefault(field, value)
     # A name that the catalogue knows before one that it does not; numbers such as 0x6210 are no names.
     names = [name for key in _NAMES if (name := words(values.get(key))) and not name.lower().startswith("0x")]
-    known = [name for name in names if recognise(name, total_bytes)[0] is not None]
+    known = [name for name in names if recognise(name, sizes.get("total_bytes") or None)[0] is not None]
     heat = (celsius(values.get(f"temperature (sensor {sensor}) (c)")) for sensor in _SENSORS)
-    card = Card(
-        index=index,
-        vendor=vendor,
-        name=next(iter((*known, *names)), None),
-        pci=pci_address(values.get("pci bus")),
-        uuid=re.sub("^0x", "GPU-", unique) if unique else None,
-        arch=arch[0] if arch else None,
-        total_bytes=total_bytes,
-        used_bytes=find_size("vram total used memory"),
-        free_bytes=find_size("available memory size"),
-        memory_percent=percent(find(r"vram%|(?:gpu|hcu|dcu) memory (?:use \(%\)|allocated \(vram%\))")),
-        use_percent=percent(find(r"(?:gpu|hcu|dcu) use \(%\)")),
-        temperature_c=next(filter(None, heat), None),
-        power_w=watts(find(r"(?:average|current) (?:socket )?graphics package power \(w\)")),
-    )
-    return complete_sizes(card)
+    told |= {"name": next(iter((*known, *names)), None), "temperature_c": next(filter(None, heat), None)}
+    told["uuid"] = re.sub("^0x", "GPU-", words(values.get("unique id")) or "")
+    return read_card(index, vendor, told | sizes)
 
 
 # --- the four shapes of cards -------------------------------------------------------------------
