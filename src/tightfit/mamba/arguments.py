@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +12,15 @@ from torch import Tensor
 from tightfit.messages import text
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NEEDED = ("u", "delta", "A", "B", "C")
-OPTIONAL = ("D", "z", "delta_bias", "initial_state", "starts")
+TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "starts")
+NEEDED = TENSORS[:5]
 
 
 class ScanError(ValueError):
     """An argument that no path can work with."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Scan:
     """b: batch, d: channels, n: states, l: length."""
 
@@ -30,22 +32,27 @@ class Scan:
     B: Tensor
     """(b, n, l); so is C."""
     C: Tensor
-    D: Tensor | None
+    D: Tensor | None = None
     """(d)"""
-    z: Tensor | None
-    delta_bias: Tensor | None
+    z: Tensor | None = None
+    delta_bias: Tensor | None = None
     """(d)"""
-    delta_softplus: bool
-    initial_state: Tensor | None
+    initial_state: Tensor | None = None
     """(b, d, n)"""
-    starts: Tensor | None
+    starts: Tensor | None = None
     """(b, l), true where a document starts."""
+    delta_softplus: bool = False
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """b, d, n, l."""
         batch, channels, length = self.u.shape
         return batch, channels, self.A.shape[1], length
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What it is computed in where that may be fp64."""
+        return torch.float64 if torch.float64 in (self.u.dtype, self.A.dtype) else torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,34 +70,44 @@ class Gradients:
     initial_state: Tensor
 
 
-def as_autograd_wants(scan: Scan, grads: Gradients) -> tuple[Tensor | None, ...]:
-    """In the order of a scan's inputs, each in the dtype of its own; none for `starts`."""
+Forward = Callable[[Scan], tuple[Tensor, Tensor, Tensor]]
+"""The output, the last state, and the states at the borders, which the backward pass needs."""
+Backward = Callable[[Scan, Tensor, Tensor, Tensor], Gradients]
+"""From the scan, its borders, and what the loss wants of the output and of the last state."""
 
-    def fit(grad: Tensor | None, given: Tensor | None) -> Tensor | None:
-        return None if grad is None or given is None else grad.to(given.dtype)
 
-    return (
-        fit(grads.u, scan.u), fit(grads.delta, scan.delta), fit(grads.A, scan.A), fit(grads.B, scan.B),
-        fit(grads.C, scan.C), fit(grads.D, scan.D), fit(grads.z, scan.z),
-        fit(grads.delta_bias, scan.delta_bias), fit(grads.initial_state, scan.initial_state), None,
-    )  # fmt: skip
+def differentiate(scan: Scan, forward: Forward, backward: Backward) -> tuple[Tensor, Tensor]:
+    """The output, and the state after the last step, of a scan whose two directions are given."""
+    tensors = (getattr(scan, name) for name in TENSORS)
+    out, last = _Differentiable.apply(forward, backward, scan.delta_softplus, *tensors)  # type: ignore[no-untyped-call]
+    return out, last
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, backward: Backward, softplus: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
+        out, last, borders = forward(Scan(*(*tensors, softplus)))
+        ctx.save_for_backward(*tensors, borders)
+        ctx.run_backward, ctx.softplus = backward, softplus
+        return out, last
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, borders = ctx.saved_tensors
+        grads = ctx.run_backward(Scan(*(*tensors, ctx.softplus)), borders, dout, dlast)
+        found = (getattr(grads, name, None) for name in TENSORS)  # none for `starts`
+        fitting = (
+            None if grad is None or given is None else grad.to(given.dtype)
+            for grad, given in zip(found, tensors, strict=True)
+        )
+        return (None, None, None, *fitting)
 
 
 def check(scan: Scan) -> Scan:
     """The same, or ScanError."""
-    # Every argument is a tensor, of a dtype that can be computed with, and all are on one device.
-    for name in (*NEEDED, *OPTIONAL):
-        tensor = getattr(scan, name)
-        if tensor is None and name in OPTIONAL:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise ScanError(text("scan.no-tensor", name=name, kind=type(tensor).__name__))
-        if name == "starts" and tensor.dtype != torch.bool:
-            raise ScanError(text("scan.starts-dtype", dtype=tensor.dtype))
-        if name != "starts" and tensor.dtype not in FLOATS:
-            raise ScanError(text("scan.scan-dtype", name=name, dtype=tensor.dtype))
-        if tensor.device != scan.u.device:
-            raise ScanError(text("scan.u-device", name=name, device=tensor.device, other=scan.u.device))
+    given = {name: getattr(scan, name) for name in TENSORS}
+    check_tensors(given, NEEDED, "scan.scan-dtype")
     if scan.u.dim() != 3:
         raise ScanError(text("scan.u-shape", shape=list(scan.u.shape)))
     if scan.A.dim() != 2 or scan.A.shape[0] != scan.u.shape[1]:
@@ -108,9 +125,40 @@ def check(scan: Scan) -> Scan:
         "initial_state": (batch, channels, states),
         "starts": (batch, length),
     }
-    beside = text("scan.beside-u", u=list(scan.u.shape), a=list(scan.A.shape))
+    check_shapes(given, wanted, text("scan.beside-u", u=list(scan.u.shape), a=list(scan.A.shape)))
+    return scan
+
+
+def check_tensors(given: Mapping[str, Any], needed: tuple[str, ...], wrong_dtype: str) -> None:
+    """Every argument is a tensor, of a dtype that can be computed with, and all are where the first is."""
+    first = next(iter(given))
+    for name, tensor in given.items():
+        if tensor is None and name not in needed:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ScanError(text("scan.no-tensor", name=name, kind=type(tensor).__name__))
+        if name == "starts" and tensor.dtype != torch.bool:
+            raise ScanError(text("scan.starts-dtype", dtype=tensor.dtype))
+        if name != "starts" and tensor.dtype not in FLOATS:
+            raise ScanError(text(wrong_dtype, name=name, dtype=tensor.dtype))
+        if tensor.device != given[first].device:
+            where = {"device": tensor.device, "first": first, "other": given[first].device}
+            raise ScanError(text("scan.device", name=name, **where))
+
+
+def check_shapes(given: Mapping[str, Tensor | None], wanted: Mapping[str, tuple[int, ...]], beside: str) -> None:
+    """`beside`: the words for what the shapes follow from."""
     for name, shape in wanted.items():
-        tensor = getattr(scan, name)
+        tensor = given[name]
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ScanError(text("scan.shape", name=name, wanted=list(shape), beside=beside, shape=list(tensor.shape)))
-    return scan
+
+
+def strides(tensor: Tensor | None, count: int = 3) -> tuple[int, ...]:
+    """As a kernel takes them, which has them of what is not given too."""
+    return (0,) * count if tensor is None else tensor.stride()
+
+
+def as_bytes(starts: Tensor | None) -> Tensor | None:
+    """As kernels read them."""
+    return None if starts is None else starts.view(torch.uint8)

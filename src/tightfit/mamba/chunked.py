@@ -1,206 +1,154 @@
-"""The scan on a CPU: a chunk of steps at a time, and of the states only those between chunks are kept.
+"""The scan on a CPU: by its definition, a step at a time, which every other path is held against; and in chunks.
 
-Within a chunk everything but the recurrence itself is one operation on (steps, batch, channels, states); the recurrence
-is one fused multiply-add a step. The backward pass computes a chunk's states again from the one before it, then goes
-through the steps the other way round:
+For each channel d and state n, with a time step δ that may get a bias and a softplus first:
+
+    h[t] = exp(δ[t] A) h[t-1] + δ[t] B[t] u[t]          h before the first step is the initial state, or zero
+    y[t] = Σₙ C[t] h[t] + D u[t]                        times silu(z[t]), where there is a gate
+
+A step that starts a document forgets what was before it.
+
+Of the states only those between chunks are kept. Within a chunk everything but the recurrence itself is one operation
+on (steps, batch, channels, states); the recurrence is one fused multiply-add a step. The backward pass computes a
+chunk's states again from the one before it, then goes through the steps the other way round:
 
     g[t] = ∂y[t] C[t] + exp(δ[t+1] A) g[t+1]            what the loss wants of h[t]
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tightfit.mamba.arguments import Gradients, Scan, as_autograd_wants
+from tightfit.mamba.arguments import Gradients, Scan, differentiate
 
 CHUNK_ELEMENTS = 1 << 18
 """Of one temporary: a handful of them should stay in the processor's cache."""
 SHORTEST, LONGEST = 8, 128
 
 
+def reference_scan(scan: Scan) -> tuple[Tensor, Tensor]:
+    """The output, and the state after the last step. In float64 if an input is, else in float32."""
+    wide = scan.wide
+    u, delta, A, B, C = (each.to(wide) for each in (scan.u, scan.delta, scan.A, scan.B, scan.C))
+    if scan.delta_bias is not None:
+        delta = delta + scan.delta_bias.to(wide)[:, None]
+    if scan.delta_softplus:
+        delta = F.softplus(delta)
+    batch, channels, length = u.shape
+    h = u.new_zeros(batch, channels, A.shape[1]) if scan.initial_state is None else scan.initial_state.to(wide)
+    outputs = []
+    for t in range(length):
+        if scan.starts is not None:
+            h = torch.where(scan.starts[:, t, None, None], torch.zeros_like(h), h)
+        step = delta[:, :, t, None]
+        h = torch.exp(step * A) * h + step * B[:, None, :, t] * u[:, :, t, None]
+        outputs.append((h * C[:, None, :, t]).sum(-1))
+    y = torch.stack(outputs, dim=-1)
+    if scan.D is not None:
+        y = y + scan.D.to(wide)[:, None] * u
+    if scan.z is not None:
+        y = y * F.silu(scan.z.to(wide))
+    return y.to(scan.u.dtype), h
+
+
 def chunked_scan(scan: Scan) -> tuple[Tensor, Tensor]:
     """The output, and the state after the last step."""
-    out, last = _Chunked.apply(  # type: ignore[no-untyped-call]
-        scan.u, scan.delta, scan.A, scan.B, scan.C, scan.D, scan.z, scan.delta_bias, scan.initial_state, scan.starts,
-        scan.delta_softplus,
-    )  # fmt: skip
-    return out, last
+    return differentiate(scan, run_forward, run_backward)
 
 
 def chunk_length(batch: int, channels: int, states: int) -> int:
     return max(SHORTEST, min(LONGEST, CHUNK_ELEMENTS // (batch * channels * states)))
 
 
-@dataclass(slots=True)
-class _Inputs:
-    """Of a scan, in the precision that it is computed in; time comes first in what is cut from them."""
+class _Chunk:
+    """Some steps of a scan in the precision that it is computed in, time first, and the states after each."""
 
-    scan: Scan
-    wide: torch.dtype
+    def __init__(self, scan: Scan, begin: int, end: int, before: Tensor) -> None:
+        self.scan, self.begin, self.end = scan, begin, end
+        self.x, self.B, self.C, self.raw = (self.cut(each) for each in (scan.u, scan.B, scan.C, scan.delta))
+        if scan.delta_bias is not None:
+            self.raw = self.raw + scan.delta_bias.to(scan.wide)
+        self.step = F.softplus(self.raw) if scan.delta_softplus else self.raw
+        self.driven = self.step * self.x
+        self.decay = torch.exp_(self.step[..., None] * scan.A.to(scan.wide))  # zero where a document starts
+        if scan.starts is not None:
+            self.decay.masked_fill_(scan.starts[:, begin:end].t()[..., None, None], 0)
+        self.states = self.driven[..., None] * self.B[:, :, None, :]
+        for state, kept in zip(self.states.unbind(0), self.decay.unbind(0), strict=True):
+            before = state.addcmul_(kept, before)
 
-    def cut(self, tensor: Tensor, begin: int, end: int) -> Tensor:
-        return tensor[:, :, begin:end].permute(2, 0, 1).to(self.wide)
+    def cut(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :, self.begin : self.end].permute(2, 0, 1).to(self.scan.wide)
 
-    def step(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """δ before and after the softplus."""
-        raw = self.cut(self.scan.delta, begin, end)
-        if self.scan.delta_bias is not None:
-            raw = raw + self.scan.delta_bias.to(self.wide)
-        return raw, F.softplus(raw) if self.scan.delta_softplus else raw
+    def put(self, target: Tensor, values: Tensor) -> None:
+        target[:, :, self.begin : self.end] = values.permute(1, 2, 0)
 
-    def decay(self, delta: Tensor, begin: int, end: int) -> Tensor:
-        """exp(δ A), and zero where a document starts."""
-        decay = torch.exp_(delta[..., None] * self.scan.A.to(self.wide))
-        if self.scan.starts is not None:
-            decay.masked_fill_(self.scan.starts[:, begin:end].t()[..., None, None], 0)
-        return decay
-
-    def states(self, before: Tensor, decay: Tensor, driven: Tensor, B: Tensor) -> Tensor:
-        """h of every step; `driven`: δ u."""
-        states = driven[..., None] * B[:, :, None, :]
-        previous = before
-        for state, kept in zip(states.unbind(0), decay.unbind(0), strict=True):
-            previous = state.addcmul_(kept, previous)
-        return states
-
-
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0913 - autograd's way
-        ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-        bias: Tensor | None, initial: Tensor | None, starts: Tensor | None, softplus: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, last, borders = run_forward(_scan(u, delta, A, B, C, D, z, bias, initial, starts, softplus))
-        ctx.save_for_backward(u, delta, A, B, C, D, z, bias, initial, starts, borders)
-        ctx.softplus = softplus
-        return out, last
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        u, delta, A, B, C, D, z, bias, initial, starts, borders = ctx.saved_tensors
-        scan = _scan(u, delta, A, B, C, D, z, bias, initial, starts, ctx.softplus)
-        return (*as_autograd_wants(scan, run_backward(scan, borders, dout, dlast)), None, None)
+    def out(self) -> Tensor:
+        """Before the gate."""
+        y = (self.states @ self.C[..., None]).squeeze(-1)
+        return y if self.scan.D is None else y.addcmul_(self.scan.D.to(self.scan.wide), self.x)
 
 
 def run_forward(scan: Scan) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the last state, and the states at the borders, which the backward pass needs."""
-    inputs, u = _Inputs(scan, _wide(scan)), scan.u
     batch, channels, states, length = scan.sizes
-    chunk = chunk_length(batch, channels, states)
-    borders = u.new_empty(-(-length // chunk), batch, channels, states, dtype=inputs.wide)
-    state = u.new_zeros(batch, channels, states, dtype=inputs.wide)
+    size = chunk_length(batch, channels, states)
+    borders = scan.u.new_empty(-(-length // size), batch, channels, states, dtype=scan.wide)
+    state = scan.u.new_zeros(batch, channels, states, dtype=scan.wide)
     if scan.initial_state is not None:
-        state = scan.initial_state.to(inputs.wide)
-    out = torch.empty(batch, length, channels, dtype=u.dtype, device=u.device).transpose(1, 2)
-    for number, begin in enumerate(range(0, length, chunk)):
-        end = min(begin + chunk, length)
+        state = scan.initial_state.to(scan.wide)
+    out = scan.u.new_empty(batch, length, channels).transpose(1, 2)
+    for number, begin in enumerate(range(0, length, size)):
         borders[number] = state
-        _, step = inputs.step(begin, end)
-        x, C = inputs.cut(u, begin, end), inputs.cut(scan.C, begin, end)
-        held = inputs.states(state, inputs.decay(step, begin, end), step * x, inputs.cut(scan.B, begin, end))
-        state = held[-1].clone()
-        y = (held @ C[..., None]).squeeze(-1)
-        y = y if scan.D is None else y.addcmul_(scan.D.to(inputs.wide), x)
-        y = y if scan.z is None else y.mul_(F.silu(inputs.cut(scan.z, begin, end)))
-        out[:, :, begin:end] = y.permute(1, 2, 0)
+        chunk = _Chunk(scan, begin, min(begin + size, length), state)
+        state = chunk.states[-1].clone()
+        chunk.put(out, chunk.out() if scan.z is None else chunk.out().mul_(F.silu(chunk.cut(scan.z))))
     return out, state, borders
 
 
 def run_backward(scan: Scan, borders: Tensor, dout: Tensor, dlast: Tensor | None) -> Gradients:
-    """All gradients."""
-    inputs = _Inputs(scan, _wide(scan))
+    """All gradients, from the last chunk to the first."""
     batch, channels, states, length = scan.sizes
-    chunk = chunk_length(batch, channels, states)
-    grads = _Sums(scan, inputs)
-    carry = torch.zeros_like(borders[0]) if dlast is None else dlast.to(inputs.wide)
+    size, A = chunk_length(batch, channels, states), scan.A.to(scan.wide)
+    du, ddelta, dB, dC = (torch.empty_like(each) for each in (scan.u, scan.delta, scan.B, scan.C))
+    dz = None if scan.z is None else torch.empty_like(scan.z)
+    dA, dD, dbias = torch.zeros_like(A), A.new_zeros(channels), A.new_zeros(channels)
+    # What later steps want of a chunk's last state, and then the chunk itself of the one before.
+    carry = torch.zeros_like(borders[0]) if dlast is None else dlast.to(scan.wide)
     with torch.autocast(scan.u.device.type, enabled=False):
         for number in reversed(range(len(borders))):
-            begin = number * chunk
-            carry = grads.chunk(begin, min(begin + chunk, length), borders[number], carry, dout)
+            chunk = _Chunk(scan, number * size, min((number + 1) * size, length), borders[number])
+            x, step, decay, dy = chunk.x, chunk.step, chunk.decay, chunk.cut(dout)
+            if scan.z is not None and dz is not None:
+                z = chunk.cut(scan.z)
+                share = torch.sigmoid(z)
+                chunk.put(dz, dy * chunk.out() * share * (1 + z * (1 - share)))
+                dy = dy * z * share
+            wanted = dy[..., None] * chunk.C[:, :, None, :]
+            later = wanted[-1].add_(carry)
+            kept = decay.unbind(0)
+            for t in range(len(kept) - 2, -1, -1):
+                later = wanted[t].addcmul_(kept[t + 1], later)
+            carry = kept[0] * later
+            chunk.put(dC, (dy[:, :, None, :] @ chunk.states).squeeze(-2))
+            chunk.put(dB, (chunk.driven[:, :, None, :] @ wanted).squeeze(-2))
+            by_input = (wanted @ chunk.B[..., None]).squeeze(-1)
+            decay.mul_(wanted)  # from here on: what the exponents want
+            decay[0].mul_(borders[number])
+            decay[1:].mul_(chunk.states[:-1])
+            dA += torch.einsum("tbdn,tbd->dn", decay, step)
+            dstep = (decay * A).sum(-1).addcmul_(by_input, x)
+            if scan.delta_softplus:
+                dstep.mul_(torch.sigmoid(chunk.raw))
+            by_input.mul_(step)
+            if scan.D is not None:
+                by_input.addcmul_(dy, scan.D.to(scan.wide))
+                dD += (dy * x).sum((0, 1))
+            dbias += dstep.sum((0, 1))
+            chunk.put(du, by_input)
+            chunk.put(ddelta, dstep)
     return Gradients(
-        u=grads.u, delta=grads.delta, z=grads.z, A=grads.A, B=grads.B, C=grads.C,
-        D=None if scan.D is None else grads.D, delta_bias=None if scan.delta_bias is None else grads.bias,
-        initial_state=carry,
+        u=du, delta=ddelta, z=dz, A=dA, B=dB, C=dC, D=None if scan.D is None else dD,
+        delta_bias=None if scan.delta_bias is None else dbias, initial_state=carry,
     )  # fmt: skip
-
-
-def _wide(scan: Scan) -> torch.dtype:
-    return torch.float64 if torch.float64 in (scan.u.dtype, scan.A.dtype) else torch.float32
-
-
-def _scan(  # noqa: PLR0913 - as autograd hands them over
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, bias: Tensor | None,
-    initial: Tensor | None, starts: Tensor | None, softplus: bool,
-) -> Scan:  # fmt: skip
-    return Scan(
-        u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=bias, delta_softplus=softplus, initial_state=initial,
-        starts=starts,
-    )  # fmt: skip
-
-
-class _Sums:
-    """Filled from the last chunk to the first."""
-
-    def __init__(self, scan: Scan, inputs: _Inputs) -> None:
-        self._scan, self._inputs = scan, inputs
-        channels = scan.u.shape[1]
-        self.u, self.delta = torch.empty_like(scan.u), torch.empty_like(scan.delta)
-        self.B, self.C = torch.empty_like(scan.B), torch.empty_like(scan.C)
-        self.z = None if scan.z is None else torch.empty_like(scan.z)
-        self.A = torch.zeros_like(scan.A, dtype=inputs.wide)
-        self.D, self.bias = (torch.zeros(channels, dtype=inputs.wide, device=scan.u.device) for _ in range(2))
-
-    def chunk(self, begin: int, end: int, before: Tensor, carry: Tensor, dout: Tensor) -> Tensor:
-        """One chunk; `carry` is what later steps want of its last state, and what is returned, of the one before."""
-        scan, inputs = self._scan, self._inputs
-        A = scan.A.to(inputs.wide)
-        raw, step = inputs.step(begin, end)
-        x, B, C = (inputs.cut(each, begin, end) for each in (scan.u, scan.B, scan.C))
-        decay, driven = inputs.decay(step, begin, end), step * x
-        held = inputs.states(before, decay, driven, B)
-        dy = self._gate(begin, end, inputs.cut(dout, begin, end), x, held, C)
-        wanted = dy[..., None] * C[:, :, None, :]
-        later = wanted[-1].add_(carry)
-        kept = decay.unbind(0)
-        for t in range(end - begin - 2, -1, -1):
-            later = wanted[t].addcmul_(kept[t + 1], later)
-        carry = kept[0] * later
-        self._put(self.C, begin, end, (dy[:, :, None, :] @ held).squeeze(-2))
-        self._put(self.B, begin, end, (driven[:, :, None, :] @ wanted).squeeze(-2))
-        by_input = (wanted @ B[..., None]).squeeze(-1)
-        decay.mul_(wanted)  # from here on: what the exponents want
-        decay[0].mul_(before)
-        decay[1:].mul_(held[:-1])
-        self.A += torch.einsum("tbdn,tbd->dn", decay, step)
-        dstep = (decay * A).sum(-1).addcmul_(by_input, x)
-        if scan.delta_softplus:
-            dstep.mul_(torch.sigmoid(raw))
-        du = by_input.mul_(step)
-        if scan.D is not None:
-            du.addcmul_(dy, scan.D.to(inputs.wide))
-            self.D += (dy * x).sum((0, 1))
-        self.bias += dstep.sum((0, 1))
-        self._put(self.u, begin, end, du)
-        self._put(self.delta, begin, end, dstep)
-        return carry
-
-    def _gate(self, begin: int, end: int, dout: Tensor, x: Tensor, held: Tensor, C: Tensor) -> Tensor:
-        """What the loss wants before the gate; and of the gate."""
-        scan, inputs = self._scan, self._inputs
-        if scan.z is None or self.z is None:
-            return dout
-        z = inputs.cut(scan.z, begin, end)
-        y = (held @ C[..., None]).squeeze(-1)
-        y = y if scan.D is None else y.addcmul_(scan.D.to(inputs.wide), x)
-        share = torch.sigmoid(z)
-        self._put(self.z, begin, end, dout * y * share * (1 + z * (1 - share)))
-        return dout * z * share
-
-    @staticmethod
-    def _put(target: Tensor, begin: int, end: int, values: Tensor) -> None:
-        target[:, :, begin:end] = values.permute(1, 2, 0)

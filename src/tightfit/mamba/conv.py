@@ -16,13 +16,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tightfit.mamba.arguments import FLOATS, ScanError
+from tightfit.mamba.arguments import ScanError, as_bytes, check_shapes, check_tensors, strides
+from tightfit.mamba.scan import has_triton
 from tightfit.messages import text
 
 Path = Literal["torch", "triton"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+STEPS, TILE = 16, 128
+"""Steps and channels of a program."""
+SEGMENT, SEGMENT_TILE = 32, 256
+"""The same of one that goes through time in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Conv:
     """b: batch, d: channels, l: length, w: width."""
 
@@ -32,11 +39,11 @@ class Conv:
     """(d, w)"""
     bias: Tensor | None
     """(d)"""
-    silu: bool
     initial: Tensor | None
     """(b, d, w - 1): the inputs before the first step."""
     starts: Tensor | None
     """(b, l), true where a document starts."""
+    silu: bool
     path: Path | None = None
     """None: what fits the tensors."""
 
@@ -53,7 +60,7 @@ class Conv:
     def on_triton(self) -> bool:
         if self.path is not None:
             return self.path == "triton"
-        return self.x.is_cuda and self.wide == torch.float32 and _has_triton()
+        return self.x.is_cuda and self.wide == torch.float32 and has_triton()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,38 +89,18 @@ def causal_conv1d(
     `initial` (batch, channels, width - 1) stands before the first step, and has a gradient; `starts` (batch, length) is
     true where a document starts.
     """
-    check(Conv(x=x, weight=weight, bias=bias, silu=silu, initial=initial, starts=starts, path=path))
-    out: Tensor = _CausalConv.apply(x, weight, bias, initial, starts, silu, path)  # type: ignore[no-untyped-call]
+    tensors = {"x": x, "weight": weight, "bias": bias, "initial": initial, "starts": starts}
+    check_tensors(tensors, ("x", "weight"), "scan.conv-dtype")
+    if x.dim() != 3 or 0 in x.shape:
+        raise ScanError(text("scan.x-shape", shape=list(x.shape)))
+    batch, channels, length = x.shape
+    if weight.dim() != 2 or weight.shape[0] != channels or weight.shape[1] == 0:
+        raise ScanError(text("scan.weight-shape", channels=channels, shape=list(weight.shape)))
+    before = (batch, channels, weight.shape[1] - 1)
+    wanted = {"bias": (channels,), "initial": before, "starts": (batch, length)}
+    check_shapes(tensors, wanted, text("scan.beside-x", x=list(x.shape)))
+    out: Tensor = _CausalConv.apply(silu, path, *tensors.values())  # type: ignore[no-untyped-call]
     return out
-
-
-def check(conv: Conv) -> Conv:
-    """The same, or ScanError."""
-    if conv.x.dim() != 3 or 0 in conv.x.shape:
-        raise ScanError(text("scan.x-shape", shape=list(conv.x.shape)))
-    batch, channels, length = conv.x.shape
-    if conv.weight.dim() != 2 or conv.weight.shape[0] != channels or conv.width == 0:
-        raise ScanError(text("scan.weight-shape", channels=channels, shape=list(conv.weight.shape)))
-    wanted = {
-        "bias": (conv.bias, (channels,)),
-        "initial": (conv.initial, (batch, channels, conv.width - 1)),
-        "starts": (conv.starts, (batch, length)),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            sizes: dict[str, list[int]] = {"wanted": list(shape), "x": list(conv.x.shape), "shape": list(tensor.shape)}
-            raise ScanError(text("scan.shape-beside-x", name=name, **sizes))
-    for name in ("x", "weight", "bias", "initial"):
-        tensor = getattr(conv, name)
-        if tensor is not None and tensor.dtype not in FLOATS:
-            raise ScanError(text("scan.conv-dtype", name=name, dtype=tensor.dtype))
-    for name in ("weight", "bias", "initial", "starts"):
-        tensor = getattr(conv, name)
-        if tensor is not None and tensor.device != conv.x.device:
-            raise ScanError(text("scan.x-device", name=name, device=tensor.device, other=conv.x.device))
-    if conv.starts is not None and conv.starts.dtype != torch.bool:
-        raise ScanError(text("scan.starts-dtype", dtype=conv.starts.dtype))
-    return conv
 
 
 def conv_forward(conv: Conv) -> Tensor:
@@ -154,32 +141,20 @@ def conv_backward(conv: Conv, dout: Tensor, into: Tensor | None = None) -> ConvG
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd's way
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, starts: Tensor | None,
-        silu: bool, path: Path | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, initial, starts)
+    def forward(ctx: Any, silu: bool, path: Path | None, *tensors: Any) -> Tensor:
+        ctx.save_for_backward(*tensors)
         ctx.silu, ctx.path = silu, path
-        return conv_forward(Conv(x=x, weight=weight, bias=bias, silu=silu, initial=initial, starts=starts, path=path))
+        return conv_forward(Conv(*(*tensors, silu, path)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, initial, starts = ctx.saved_tensors
-        conv = Conv(x=x, weight=weight, bias=bias, silu=ctx.silu, initial=initial, starts=starts, path=ctx.path)
-        grads = conv_backward(conv, dout)
+        _, weight, bias, initial, _ = ctx.saved_tensors
+        grads = conv_backward(Conv(*(*ctx.saved_tensors, ctx.silu, ctx.path)), dout)
         return (
-            grads.x, grads.weight.to(weight.dtype), None if bias is None else grads.bias.to(bias.dtype),
-            None if initial is None or grads.initial is None else grads.initial.to(initial.dtype), None, None, None,
+            None, None, grads.x, grads.weight.to(weight.dtype), None if bias is None else grads.bias.to(bias.dtype),
+            None if initial is None or grads.initial is None else grads.initial.to(initial.dtype), None,
         )  # fmt: skip
-
-
-def _has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _visible(starts: Tensor | None, back: int) -> Tensor | None:
@@ -212,90 +187,52 @@ def _before_silu(conv: Conv) -> Tensor:
     return pre
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """How the kernels are cut; chosen outside of them, so that they can be tried one by one."""
-
-    steps: int = 16
-    """Of a program."""
-    tile: int = 128
-    """Channels of a program."""
-    warps: int = 4
-
-
-def triton_forward(conv: Conv, config: Config | None = None) -> Tensor:
+def triton_forward(conv: Conv) -> Tensor:
     from tightfit.mamba import conv_kernels as kernels
 
-    config = config or Config()
     batch, channels, length = conv.x.shape
-    out = torch.empty_like(conv.x)
-    starts = None if conv.starts is None else conv.starts.view(torch.uint8)
-    kernels._forward[-(-channels // config.tile), -(-length // config.steps), batch](
+    out, starts = torch.empty_like(conv.x), as_bytes(conv.starts)
+    kernels._forward[-(-channels // TILE), -(-length // STEPS), batch](
         conv.x, conv.weight, conv.bias, conv.initial, starts, out,
-        *conv.x.stride(), *conv.weight.stride(), *_strides(conv.initial, 3), *_strides(starts, 2), *out.stride(),
-        channels, length, **_constants(conv, config),
+        *conv.x.stride(), *conv.weight.stride(), *strides(conv.initial), *strides(starts, 2), *out.stride(),
+        channels, length, WIDTH=conv.width, HAS_INITIAL=conv.initial is not None, STEPS=STEPS, TILE=TILE, num_warps=4,
+        **_switches(conv),
     )  # fmt: skip
     return out
 
 
-def triton_backward(conv: Conv, dout: Tensor, into: Tensor, config: Config | None = None) -> ConvGradients:
+def triton_backward(conv: Conv, dout: Tensor, into: Tensor) -> ConvGradients:
     """`into` takes the gradient of x."""
-    if conv.width == 4 and conv.initial is None and conv.x.stride(1) == dout.stride(1) == into.stride(1) == 1:
-        return _backward_of_four(conv, dout, into)
-    return _any_backward(conv, dout, into, config or Config())
-
-
-SEGMENT, SEGMENT_TILE = 32, 256
-"""Steps and channels of a program that goes through time in order."""
-
-
-def _backward_of_four(conv: Conv, dout: Tensor, into: Tensor) -> ConvGradients:
-    from tightfit.mamba import conv_kernels as kernels
-
-    batch, channels, length = conv.x.shape
-    segments = -(-length // SEGMENT)
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": conv.x.device}
-    dweight = torch.empty(batch * segments, 4, channels, **fp32)
-    dbias = torch.empty(batch * segments, channels, **fp32)
-    starts = None if conv.starts is None else conv.starts.view(torch.uint8)
-    kernels._backward_of_four[-(-channels // SEGMENT_TILE), segments, batch](
-        conv.x, conv.weight, conv.bias, starts, dout, into, dweight, dbias,
-        conv.x.stride(0), conv.x.stride(2), *conv.weight.stride(), *_strides(starts, 2), dout.stride(0),
-        dout.stride(2), into.stride(0), into.stride(2), channels, length, SEGMENT,
-        SILU=conv.silu, HAS_BIAS=conv.bias is not None, HAS_STARTS=starts is not None, TILE=SEGMENT_TILE, num_warps=1,
-    )  # fmt: skip
-    bias = dbias.sum(0) if conv.bias is not None else dbias.new_empty(0)
-    return ConvGradients(x=into, weight=dweight.sum(0).t().contiguous(), bias=bias, initial=None)
-
-
-def _any_backward(conv: Conv, dout: Tensor, into: Tensor, config: Config) -> ConvGradients:
     from tightfit.mamba import conv_kernels as kernels
 
     batch, channels, length = conv.x.shape
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": conv.x.device}
+    plain = conv.initial is None and conv.x.stride(1) == dout.stride(1) == into.stride(1) == 1
+    in_order = conv.width == 4 and plain
+    steps, tile = (SEGMENT, SEGMENT_TILE) if in_order else (STEPS, TILE)
     # Steps that stand before the first are in tiles of their own sequence: one that begins earlier.
-    spans = length if conv.initial is None else length + conv.width - 1
-    tiles = -(-spans // config.steps)
+    tiles = -(-(length if conv.initial is None else length + conv.width - 1) // steps)
     dweight = torch.empty(batch * tiles, conv.width, channels, **fp32)
     dbias = torch.empty(batch * tiles, channels, **fp32)
     dinitial = None if conv.initial is None else torch.empty(batch, channels, conv.width - 1, **fp32)
-    starts = None if conv.starts is None else conv.starts.view(torch.uint8)
-    kernels._backward[-(-channels // config.tile), tiles, batch](
-        conv.x, conv.weight, conv.bias, conv.initial, starts, dout, into, dweight, dbias, dinitial,
-        *conv.x.stride(), *conv.weight.stride(), *_strides(conv.initial, 3), *_strides(starts, 2), *dout.stride(),
-        *into.stride(), channels, length, **_constants(conv, config),
-    )  # fmt: skip
+    starts, grid = as_bytes(conv.starts), (-(-channels // tile), tiles, batch)
+    if in_order:
+        kernels._backward_of_four[grid](
+            conv.x, conv.weight, conv.bias, starts, dout, into, dweight, dbias,
+            conv.x.stride(0), conv.x.stride(2), *conv.weight.stride(), *strides(starts, 2), dout.stride(0),
+            dout.stride(2), into.stride(0), into.stride(2), channels, length, SEGMENT,
+            TILE=tile, num_warps=1, **_switches(conv),
+        )  # fmt: skip
+    else:
+        kernels._backward[grid](
+            conv.x, conv.weight, conv.bias, conv.initial, starts, dout, into, dweight, dbias, dinitial,
+            *conv.x.stride(), *conv.weight.stride(), *strides(conv.initial), *strides(starts, 2), *dout.stride(),
+            *into.stride(), channels, length, WIDTH=conv.width, HAS_INITIAL=conv.initial is not None, STEPS=steps,
+            TILE=tile, num_warps=4, **_switches(conv),
+        )  # fmt: skip
     bias = dbias.sum(0) if conv.bias is not None else dbias.new_empty(0)
     return ConvGradients(x=into, weight=dweight.sum(0).t().contiguous(), bias=bias, initial=dinitial)
 
 
-def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if tensor is None else tensor.stride()
-
-
-def _constants(conv: Conv, config: Config) -> dict[str, Any]:
-    return {
-        "WIDTH": conv.width, "SILU": conv.silu, "HAS_BIAS": conv.bias is not None,
-        "HAS_INITIAL": conv.initial is not None, "HAS_STARTS": conv.starts is not None,
-        "STEPS": config.steps, "TILE": config.tile, "num_warps": config.warps,
-    }  # fmt: skip
+def _switches(conv: Conv) -> dict[str, bool]:
+    return {"SILU": conv.silu, "HAS_BIAS": conv.bias is not None, "HAS_STARTS": conv.starts is not None}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.mamba import backward_kernels, kernels
-from tightfit.mamba.arguments import Gradients, Scan, as_autograd_wants
+from tightfit.mamba import kernels
+from tightfit.mamba.arguments import Gradients, Scan, as_bytes, differentiate, strides
 
 BORDER = 64
 """Steps between two states that are kept."""
@@ -43,11 +45,7 @@ BACKWARD = Config(cells=256, programs=5000, sums_bytes=64 << 20)
 
 def triton_scan(scan: Scan, forward: Config = FORWARD, backward: Config = BACKWARD) -> tuple[Tensor, Tensor]:
     """The output, and the state after the last step."""
-    out, last = _Triton.apply(  # type: ignore[no-untyped-call]
-        scan.u, scan.delta, scan.A, scan.B, scan.C, scan.D, scan.z, scan.delta_bias, scan.initial_state, scan.starts,
-        scan.delta_softplus, (forward, backward),
-    )  # fmt: skip
-    return out, last
+    return differentiate(scan, partial(run_forward, config=forward), partial(run_backward, config=backward))
 
 
 class _Cut:
@@ -88,44 +86,21 @@ class _Cut:
         return shapes
 
 
-def _three(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0) if tensor is None else tensor.stride()
-
-
-def _two(tensor: Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if tensor is None else tensor.stride()
-
-
-class _Triton(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0913 - autograd's way
-        ctx: Any, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-        bias: Tensor | None, initial: Tensor | None, starts: Tensor | None, softplus: bool,
-        configs: tuple[Config, Config],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        scan = Scan(u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=bias, delta_softplus=softplus,
-                    initial_state=initial, starts=starts)  # fmt: skip
-        out, last, borders = run_forward(scan, configs[0])
-        ctx.save_for_backward(u, delta, A, B, C, D, z, bias, initial, starts, borders)
-        ctx.softplus, ctx.config = softplus, configs[1]
-        return out, last
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        u, delta, A, B, C, D, z, bias, initial, starts, borders = ctx.saved_tensors
-        scan = Scan(
-            u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, delta_bias=bias, delta_softplus=ctx.softplus,
-            initial_state=initial, starts=starts,
-        )  # fmt: skip
-        return (*as_autograd_wants(scan, run_backward(scan, borders, dout, dlast, ctx.config)), None, None)
-
-
 def run_forward(scan: Scan, config: Config = FORWARD) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the last state, and the states at the borders, which the backward pass needs."""
     u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
-    packed, starts = _pack(scan, cut), _bytes(scan.starts)
-    begins = _segment_starts(scan, cut, rates, packed)
+    packed, starts = _pack(scan, cut), as_bytes(scan.starts)
+
+    def states(ends: Tensor, spans: Tensor) -> None:
+        kernels._states[cut.grid](
+            u, scan.delta, rates, packed, scan.delta_bias, starts, ends, spans,
+            *strides(u), *strides(scan.delta), *strides(starts, 2),
+            cut.channels, cut.length, cut.padded, cut.segment, cut.slots,
+            SOFTPLUS=scan.delta_softplus, HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None,
+            **cut.shapes,
+        )  # fmt: skip
+
+    begins = _segment_states(cut, rates, scan.initial_state, states, backward=False)
     out = torch.empty(cut.batch, cut.length, cut.channels, dtype=u.dtype, device=u.device).transpose(1, 2)
     if u.stride(2) == 1 and cut.length > 1:  # time last, as it came
         out = torch.empty_like(u, memory_format=torch.contiguous_format)
@@ -133,7 +108,7 @@ def run_forward(scan: Scan, config: Config = FORWARD) -> tuple[Tensor, Tensor, T
     last = cut.new(cut.batch, cut.channels, cut.states)
     kernels._forward[cut.grid](
         u, scan.delta, rates, packed, scan.D, scan.z, scan.delta_bias, starts, begins, out, borders, last,
-        *_three(u), *_three(scan.delta), *_three(scan.z), *_two(starts), *_three(out),
+        *strides(u), *strides(scan.delta), *strides(scan.z), *strides(starts, 2), *strides(out),
         cut.channels, cut.length, cut.padded, cut.segment, cut.slots, cut.borders,
         SOFTPLUS=scan.delta_softplus, HAS_D=scan.D is not None, HAS_Z=scan.z is not None,
         HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, BORDER=config.border, **cut.shapes,
@@ -141,45 +116,31 @@ def run_forward(scan: Scan, config: Config = FORWARD) -> tuple[Tensor, Tensor, T
     return out, last, borders
 
 
-def _bytes(starts: Tensor | None) -> Tensor | None:
-    return None if starts is None else starts.view(torch.uint8)
-
-
 def _pack(scan: Scan, cut: _Cut) -> Tensor:
     """B and C, small beside the rest, as the kernels read them."""
     packed = cut.new(cut.batch, cut.padded, 2, cut.wide)
     kernels._pack[-(-cut.padded // PACK_ROWS), cut.batch](
-        scan.B, scan.C, packed, *_three(scan.B), *_three(scan.C), cut.length, cut.padded,
+        scan.B, scan.C, packed, *strides(scan.B), *strides(scan.C), cut.length, cut.padded,
         N=cut.states, WIDE=cut.wide, ROWS=PACK_ROWS,
     )  # fmt: skip
     return packed
 
 
-def _segment_starts(scan: Scan, cut: _Cut, rates: Tensor, packed: Tensor) -> Tensor:
-    """The state that each segment begins with."""
-    first = None if scan.initial_state is None else scan.initial_state.contiguous()
+def _segment_states(
+    cut: _Cut, rates: Tensor, first: Tensor | None, launch: Callable[[Tensor, Tensor], None], *, backward: bool
+) -> Tensor:
+    """The state that each segment begins with, from what `launch` says that each adds to it, and for how long."""
+    first = None if first is None else first.contiguous()
     begins = cut.new(cut.batch, cut.slots, cut.channels, cut.states)
     if cut.segments == 1:
         return begins.zero_() if first is None else begins.copy_(first[:, None])
     ends, spans = torch.zeros_like(begins), cut.new(cut.batch, cut.slots, cut.channels).zero_()
-    starts = _bytes(scan.starts)
-    kernels._states[cut.grid](
-        scan.u, scan.delta, rates, packed, scan.delta_bias, starts, ends, spans,
-        *_three(scan.u), *_three(scan.delta), *_two(starts),
-        cut.channels, cut.length, cut.padded, cut.segment, cut.slots,
-        SOFTPLUS=scan.delta_softplus, HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, **cut.shapes,
-    )  # fmt: skip
-    _combine(rates, ends, spans, first, begins, cut, backward=False)
-    return begins
-
-
-def _combine(
-    A: Tensor, ends: Tensor, spans: Tensor, first: Tensor | None, begins: Tensor, cut: _Cut, *, backward: bool
-) -> None:
+    launch(ends, spans)
     kernels._combine[(cut.tiles, cut.batch)](
-        A, ends, spans, first, begins, cut.channels, cut.slots,
+        rates, ends, spans, first, begins, cut.channels, cut.slots,
         HAS_FIRST=first is not None, BACKWARD=backward, **cut.shapes,
     )  # fmt: skip
+    return begins
 
 
 def run_backward(
@@ -192,8 +153,18 @@ def run_backward(
     output, computed again, that of dout: a program has read a block before it writes there, and none reads another's.
     """
     u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
-    packed, starts = _pack(scan, cut), _bytes(scan.starts)
-    carries = _segment_carries(scan, cut, rates, packed, dout, dlast)
+    packed, starts = _pack(scan, cut), as_bytes(scan.starts)
+
+    def wanted(ends: Tensor, spans: Tensor) -> None:
+        kernels._wanted[cut.grid](
+            scan.delta, rates, packed, scan.z, scan.delta_bias, starts, dout, ends, spans,
+            *strides(scan.delta), *strides(scan.z), *strides(starts, 2), *strides(dout),
+            cut.channels, cut.length, cut.padded, cut.segment, cut.slots,
+            SOFTPLUS=scan.delta_softplus, HAS_Z=scan.z is not None, HAS_BIAS=scan.delta_bias is not None,
+            HAS_STARTS=starts is not None, **cut.shapes,
+        )  # fmt: skip
+
+    carries = _segment_states(cut, rates, dlast, wanted, backward=True)
     du, ddelta = torch.empty_like(u), scan.delta if overwrite else torch.empty_like(scan.delta)
     if scan.z is not None and dz is None:
         dz = torch.empty_like(scan.z)
@@ -206,11 +177,11 @@ def run_backward(
     added: Tensor | None = None
     for first in range(0, cut.tiles, cut.part):
         tiles = min(cut.part, cut.tiles - first)
-        backward_kernels._backward[tiles, cut.segments, cut.batch](
+        kernels._backward[tiles, cut.segments, cut.batch](
             u, scan.delta, rates, packed, scan.D, scan.z, scan.delta_bias, starts, dout, borders, carries, scratch,
             du, ddelta, dz, out, dA, sums, dD, dbias, dfirst,
-            *_three(u), *_three(scan.delta), *_three(scan.z), *_two(starts), *_three(dout),
-            *_three(du), *_three(ddelta), *_three(dz), *_three(out),
+            *strides(u), *strides(scan.delta), *strides(scan.z), *strides(starts, 2), *strides(dout),
+            *strides(du), *strides(ddelta), *strides(dz), *strides(out),
             cut.batch, cut.channels, cut.length, cut.padded, cut.segment, cut.slots, cut.borders, first,
             SOFTPLUS=scan.delta_softplus, HAS_D=scan.D is not None, HAS_Z=scan.z is not None,
             HAS_BIAS=scan.delta_bias is not None, HAS_STARTS=starts is not None, HAS_OUT=overwrite,
@@ -226,24 +197,3 @@ def run_backward(
         u=du, delta=ddelta, z=dz, A=dA, B=dB, C=dC, D=None if scan.D is None else dD,
         delta_bias=None if scan.delta_bias is None else dbias, initial_state=dfirst,
     )  # fmt: skip
-
-
-def _segment_carries(
-    scan: Scan, cut: _Cut, rates: Tensor, packed: Tensor, dout: Tensor, dlast: Tensor | None
-) -> Tensor:
-    """What later segments want of each segment's last state."""
-    dlast = None if dlast is None else dlast.contiguous()
-    carries = cut.new(cut.batch, cut.slots, cut.channels, cut.states)
-    if cut.segments == 1:
-        return carries.zero_() if dlast is None else carries.copy_(dlast[:, None])
-    ends, spans = torch.zeros_like(carries), cut.new(cut.batch, cut.slots, cut.channels).zero_()
-    starts = _bytes(scan.starts)
-    backward_kernels._wanted[cut.grid](
-        scan.delta, rates, packed, scan.z, scan.delta_bias, starts, dout, ends, spans,
-        *_three(scan.delta), *_three(scan.z), *_two(starts), *_three(dout),
-        cut.channels, cut.length, cut.padded, cut.segment, cut.slots,
-        SOFTPLUS=scan.delta_softplus, HAS_Z=scan.z is not None, HAS_BIAS=scan.delta_bias is not None,
-        HAS_STARTS=starts is not None, **cut.shapes,
-    )  # fmt: skip
-    _combine(rates, ends, spans, dlast, carries, cut, backward=True)
-    return carries

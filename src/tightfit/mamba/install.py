@@ -8,13 +8,21 @@ of which classes that may be done.
 
 With a cache transformers' own forward runs: it reads a prompt through our scan, and decodes by itself. Before
 transformers 5 its forward has the scan written into it, so there only calls without a cache are ours.
+
+transformers' attention models keep packed documents apart by `position_ids` that begin anew at each; its Mamba takes
+them and looks at none. With our path installed they mean the same to both: neither the convolution nor the scan looks
+beyond a position of zero. A model hands `attention_mask` on to its layers, and these to their mixers, untouched in
+every version from 4.56 on, and a layer that is computed a second time for the backward pass gets what it got the first
+time. So the starts travel in its place, with the mask beside them.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +32,6 @@ from torch.nn import functional as F
 
 from tightfit.mamba.arguments import ScanError
 from tightfit.mamba.conv import causal_conv1d
-from tightfit.mamba.documents import Documents, reading_positions, unpack
 from tightfit.mamba.mixer import Weights, mamba_mixer, normalise
 from tightfit.mamba.scan import selective_scan
 from tightfit.messages import text
@@ -39,6 +46,15 @@ SILU = ("silu", "swish")
 
 _replaced: list[tuple[Any, str, Any]] = []
 """(where, name, what was there), while installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What layers and mixers get as their `attention_mask`."""
+
+    starts: Tensor
+    """(batch, length), true where a document starts."""
+    mask: Tensor | None
 
 
 def install() -> None:
@@ -133,6 +149,28 @@ def _conv_before(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return conv
 
 
+def reading_positions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a whole model, of which a document starts at each position of zero."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, position_ids: Tensor | None = None, **more: Any) -> Any:
+        if position_ids is None:
+            return original(self, *args, **more)
+        bound = signature.bind(self, *args, **more)
+        given = bound.arguments
+        ids, embedded = given.get("input_ids"), given.get("inputs_embeds")
+        tokens = embedded if ids is None else ids
+        shape = position_ids.shape if tokens is None else tokens.shape[:2]
+        if position_ids.dim() != 2 or position_ids.shape[1:] != shape[1:] or position_ids.shape[0] not in (1, shape[0]):
+            raise ScanError(text("scan.positions-shape", wanted=list(shape), shape=list(position_ids.shape)))
+        starts = (position_ids == 0).expand(shape)
+        given["attention_mask"] = Documents(starts, given.get("attention_mask"))
+        return original(*bound.args, **bound.kwargs)
+
+    return forward
+
+
 def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callable[..., Any]:
     """`masks_both`: transformers 5 masks what goes into the first projection, earlier ones half of what comes out."""
     whole = _exclude_from_compile(_without_cache)
@@ -147,7 +185,11 @@ def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callab
         starts: Tensor | None = None,
         **more: Any,
     ) -> Any:
-        attention_mask, starts = unpack(attention_mask, starts, cached=cache_params is not None)
+        if isinstance(attention_mask, Documents):
+            # With a cache, positions that only count on say nothing.
+            if cache_params is None or bool(attention_mask.starts[:, 1:].any()):
+                starts = attention_mask.starts
+            attention_mask = attention_mask.mask
         if not masks_both and attention_mask is not None and cache_params is None and bool(attention_mask.all()):
             attention_mask = None
         known = not args and all(each is None or name == "cache_position" for name, each in more.items())

@@ -18,7 +18,7 @@ fp32, whatever they are kept in; matrices in the dtype of `xz`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tightfit.mamba import chunked
-from tightfit.mamba.arguments import Gradients, Scan, ScanError
+from tightfit.mamba.arguments import Gradients, Scan, ScanError, check_shapes
 from tightfit.mamba.conv import Conv, conv_backward, conv_forward
 from tightfit.mamba.scan import fitting
 from tightfit.messages import text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Weights:
     """Of a mixer, the first projection aside. e: channels, n: states, r: rank of the time step, d: of the model."""
 
@@ -52,6 +52,9 @@ class Weights:
     out_bias: Tensor | None
 
 
+NAMES = tuple(field.name for field in fields(Weights))
+
+
 def mamba_mixer(
     xz: Tensor,
     weights: Weights,
@@ -68,20 +71,13 @@ def mamba_mixer(
     rank = weights.dt_proj.shape[1]
     if xz.dim() != 3 or xz.shape[1] != 2 * channels or 0 in xz.shape:
         raise ScanError(text("scan.xz-shape", channels=2 * channels, shape=list(xz.shape)))
-    if tuple(weights.x_proj.shape) != (rank + 2 * states, channels):
-        wanted = [rank + 2 * states, channels]
-        raise ScanError(text("scan.x-proj-shape", wanted=wanted, shape=list(weights.x_proj.shape)))
-    for name, tensor in (("keep", keep), ("starts", starts)):
-        if tensor is not None and tuple(tensor.shape) != (xz.shape[0], xz.shape[2]):
-            wanted = [xz.shape[0], xz.shape[2]]
-            raise ScanError(text("scan.shape-beside-xz", name=name, wanted=wanted, shape=list(tensor.shape)))
+    check_shapes({"x_proj": weights.x_proj}, {"x_proj": (rank + 2 * states, channels)}, text("scan.beside-a-log"))
+    tokens = xz.shape[0], xz.shape[2]
+    check_shapes({"keep": keep, "starts": starts}, {"keep": tokens, "starts": tokens}, text("scan.beside-xz"))
     if starts is not None and starts.dtype != torch.bool:
         raise ScanError(text("scan.starts-dtype", dtype=starts.dtype))
-    w = weights
-    out: Tensor = _Mixer.apply(  # type: ignore[no-untyped-call]
-        xz, w.conv, w.conv_bias, w.x_proj, w.dt_proj, w.dt_bias, w.A_log, w.D, w.out_proj, w.out_bias, keep, starts,
-        norm_eps,
-    )  # fmt: skip
+    given = (getattr(weights, name) for name in NAMES)
+    out: Tensor = _Mixer.apply(norm_eps, keep, starts, xz, *given)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -95,10 +91,7 @@ class _Inside:
 
     @property
     def conv(self) -> Conv:
-        return Conv(
-            x=self.x, weight=self.weights.conv.squeeze(1), bias=self.weights.conv_bias, silu=True, initial=None,
-            starts=self.starts,
-        )  # fmt: skip
+        return Conv(self.x, self.weights.conv.squeeze(1), self.weights.conv_bias, None, self.starts, silu=True)
 
     def convolved(self) -> Tensor:
         """u; in memory the channels of a step stand together if those of xz do."""
@@ -120,8 +113,7 @@ class _Inside:
         return Scan(
             u=u, delta=F.linear(dt, self.matrix(w.dt_proj)).transpose(1, 2), A=-torch.exp(w.A_log.to(wide)),
             B=B.transpose(1, 2), C=C.transpose(1, 2), D=w.D.to(wide), z=self.z,
-            delta_bias=None if w.dt_bias is None else w.dt_bias.to(wide), delta_softplus=True, initial_state=None,
-            starts=self.starts,
+            delta_bias=None if w.dt_bias is None else w.dt_bias.to(wide), starts=self.starts, delta_softplus=True,
         )  # fmt: skip
 
 
@@ -173,46 +165,35 @@ def _rows(tensor: Tensor) -> Tensor:
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd's way
-        ctx: Any, xz: Tensor, conv: Tensor, conv_bias: Tensor | None, x_proj: Tensor, dt_proj: Tensor,
-        dt_bias: Tensor | None, A_log: Tensor, D: Tensor, out_proj: Tensor, out_bias: Tensor | None,
-        keep: Tensor | None, starts: Tensor | None, norm_eps: float | None,
-    ) -> Tensor:  # fmt: skip
-        weights = Weights(
-            conv=conv, conv_bias=conv_bias, x_proj=x_proj, dt_proj=dt_proj, dt_bias=dt_bias, A_log=A_log, D=D,
-            out_proj=out_proj, out_bias=out_bias,
-        )  # fmt: skip
+    def forward(
+        ctx: Any, norm_eps: float | None, keep: Tensor | None, starts: Tensor | None, xz: Tensor, *given: Any
+    ) -> Tensor:
+        w = Weights(*given)
         with torch.autocast(xz.device.type, enabled=False):
-            inside = _Inside(xz, weights, keep, starts)
+            inside = _Inside(xz, w, keep, starts)
             u = inside.convolved()
-            narrow = F.linear(u.transpose(1, 2), inside.matrix(x_proj))
+            narrow = F.linear(u.transpose(1, 2), inside.matrix(w.x_proj))
             parts = [normalise(part, norm_eps) for part in inside.split(narrow)]
             out, borders = _scan_forward(inside.scan(u, parts))
-            y = F.linear(
-                out.transpose(1, 2), inside.matrix(out_proj), None if out_bias is None else inside.matrix(out_bias)
-            )
-        ctx.save_for_backward(
-            xz, narrow, borders, conv, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, out_proj, out_bias, keep, starts
-        )
+            bias = None if w.out_bias is None else inside.matrix(w.out_bias)
+            y = F.linear(out.transpose(1, 2), inside.matrix(w.out_proj), bias)
+        ctx.save_for_backward(narrow, borders, keep, starts, xz, *given)
         ctx.norm_eps = norm_eps
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        xz, narrow, borders, *kept = ctx.saved_tensors
-        names = ("conv", "conv_bias", "x_proj", "dt_proj", "dt_bias", "A_log", "D", "out_proj", "out_bias")
-        weights = Weights(**dict(zip(names, kept, strict=False)))
-        wanted = dict(zip(("xz", *names), ctx.needs_input_grad, strict=False))
+        narrow, borders, keep, starts, xz, *given = ctx.saved_tensors
+        wanted = dict(zip(("xz", *NAMES), ctx.needs_input_grad[3:], strict=True))
         with torch.autocast(xz.device.type, enabled=False):
-            inside = _Inside(xz, weights, *kept[-2:])
+            inside = _Inside(xz, Weights(*given), keep, starts)
             grads = _backward(inside, narrow, borders, dy, wanted, ctx.norm_eps)
-        given = [xz, *(getattr(weights, name) for name in names)]
-        cast = [
+        cast = (
             grads[name].to(tensor.dtype) if wanted[name] else None
-            for name, tensor in zip(("xz", *names), given, strict=True)
-        ]
-        return (*cast, None, None, None)
+            for name, tensor in zip(wanted, (xz, *given), strict=True)
+        )
+        return (None, None, None, *cast)
 
 
 def _backward(

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tightfit.mamba.arguments import Scan, ScanError, check
-from tightfit.mamba.chunked import chunked_scan
-from tightfit.mamba.reference import reference_scan
+from tightfit.mamba.chunked import chunked_scan, reference_scan
 from tightfit.messages import text
 
 Path = Literal["reference", "chunked", "triton"]
@@ -43,10 +42,7 @@ def selective_scan(  # noqa: PLR0913 - the official signature
     (channels). Beyond the official one: `initial_state` (batch, channels, states) and the last state have gradients,
     and `starts` (batch, length) is true where a document starts, before which nothing is remembered.
     """
-    asked = Scan(
-        u=u, delta=delta, A=A, B=_ungroup(B), C=_ungroup(C), D=D, z=z, delta_bias=delta_bias,
-        delta_softplus=delta_softplus, initial_state=initial_state, starts=starts,
-    )  # fmt: skip
+    asked = Scan(u, delta, A, _ungroup(B), _ungroup(C), D, z, delta_bias, initial_state, starts, delta_softplus)
     out, last = run(check(asked), path)
     return (out, last) if return_last_state else out
 
@@ -67,7 +63,7 @@ def run(scan: Scan, path: Path | None = None) -> tuple[Tensor, Tensor]:
         for name in ("u", "A"):
             if getattr(scan, name).dtype == torch.float64:
                 raise ScanError(text("scan.triton-fp64", name=name))
-        if not _has_triton():
+        if not has_triton():
             raise ScanError(text("scan.needs-triton"))
         if scan.u.device.type != "cuda":
             raise ScanError(text("scan.triton-needs-gpu", device=scan.u.device))
@@ -83,7 +79,7 @@ def fitting(scan: Scan) -> Path:
         _say(text("scan.slow-device", device=device))
     if device != "cuda" or torch.float64 in (scan.u.dtype, scan.A.dtype):
         return "chunked"
-    if not _has_triton():
+    if not has_triton():
         _say(text("scan.slow-without-triton"))
         return "chunked"
     if scan.sizes[2] > MOST_STATES:
@@ -99,7 +95,7 @@ def _ungroup(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
