@@ -17,7 +17,8 @@ from tightfit.train import place as places
 from tightfit.train.assemble import assemble
 from tightfit.train.checkpoint import Habits, Saver, model_set
 from tightfit.train.config import Options, read_worker_config
-from tightfit.train.data import Order, pad_id
+from tightfit.train.data.order import Order
+from tightfit.train.data.tokens import pad_id
 from tightfit.train.events import Events
 from tightfit.train.loop import Loop
 from tightfit.train.probe import Meter

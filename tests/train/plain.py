@@ -17,7 +17,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tightfit.train.config import WorkerConfig, read_worker_config
-from tightfit.train.data import Order, batch, load_tokenizer, open_samples, pad_id, prepare
+from tightfit.train.data.order import Order
+from tightfit.train.data.samples import batch, open_samples, prepare
+from tightfit.train.data.tokens import load_tokenizer, pad_id
 from tightfit.train.scratch import Scratch
 from tightfit.train.worker import data_spec
 

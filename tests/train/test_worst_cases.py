@@ -15,7 +15,7 @@ from small_models import config_of, real
 from torch import nn
 
 from tightfit.train.assemble import fill_buffers
-from tightfit.train.data import Order
+from tightfit.train.data.order import Order
 from tightfit.train.data.samples import GeneratedRows, Samples
 from tightfit.train.engines import Stepped
 from tightfit.train.place import Place
@@ -34,7 +34,6 @@ def dealt(*, packed: bool = False, micro_batch: int = 2) -> Windows:
         fingerprint="",
         sequence=16,
         packed=packed,
-        documents=4,
     )
     levers = Levers(micro_batch=micro_batch, sequence=16, attention="flash")
     return Windows(samples, Order(4, 4, 0), levers, ALONE, pad_id=0)

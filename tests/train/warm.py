@@ -79,7 +79,7 @@ def load() -> None:
     import tightfit.train.__main__
     import tightfit.train.engines.fsdp2
     import tightfit.train.worker  # noqa: F401
-    from tightfit.train.data import load_tokenizer
+    from tightfit.train.data.tokens import load_tokenizer
     from tightfit.train.saved_names import name_parts
 
     for name in SOON:

@@ -105,7 +105,7 @@ class WorkerConfig:
     deepspeed: Mapping[str, Any] | None
     """DeepSpeed's own config; None: the engine is another."""
     data: Mapping[str, Any]
-    """The fields of `train.data.DataSpec`, less those that stand elsewhere in this file."""
+    """The fields of `train.data.spec.DataSpec`, less those that stand elsewhere in this file."""
     training: OptimizerConfig
     evaluation_split: float
     evaluation_steps: int | None

@@ -17,7 +17,7 @@ from tightfit.messages import Message
 from tightfit.train.build import layers_of
 from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
-from tightfit.train.data import Samples
+from tightfit.train.data.samples import Samples
 from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.events import Events, Supervised
 from tightfit.train.optimizers import learning_rate

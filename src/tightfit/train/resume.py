@@ -30,7 +30,7 @@ from tightfit.runs.folder import AUTO, NONE, set_aside
 from tightfit.train.assemble import PIECE_ELEMENTS, TensorSource
 from tightfit.train.checkpoint import state_name
 from tightfit.train.config import WorkerConfig
-from tightfit.train.data import Samples
+from tightfit.train.data.samples import Samples
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import MASTER, Counters, Engine, LossScale
 from tightfit.train.events import Events

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tightfit.train.build import attention_of
-from tightfit.train.data import Order, Samples, batch, flatten
-from tightfit.train.data.samples import IGNORED
+from tightfit.train.data.order import Order
+from tightfit.train.data.samples import IGNORED, Samples, batch, flatten
 from tightfit.train.place import Place
 from tightfit.types import Levers
 

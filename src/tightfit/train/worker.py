@@ -26,7 +26,10 @@ from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Habits, Saver, model_set
 from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import Options, WorkerConfig
-from tightfit.train.data import DataSpec, Order, Split, explain, load_tokenizer, open_samples, pad_id, prepare, worst
+from tightfit.train.data.order import Order
+from tightfit.train.data.samples import Split, explain, open_samples, prepare, worst
+from tightfit.train.data.spec import DataSpec
+from tightfit.train.data.tokens import load_tokenizer, pad_id
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, Supervised, lines_of

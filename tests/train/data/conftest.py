@@ -11,8 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tightfit.train.data import DataSpec, Split, byte_tokenizer, open_samples, prepare
+from tightfit.train.data.cache import identify, read_manifest
 from tightfit.train.data.chat import SHIPPED
+from tightfit.train.data.samples import Split, open_samples, prepare
+from tightfit.train.data.spec import DataSpec
+from tightfit.train.data.tokens import byte_tokenizer, codec_of
 
 Told = list[tuple[int, int, str]]
 
@@ -57,6 +60,16 @@ def built(cache: Path) -> Callable[..., Split]:
         return open_samples(spec, tokenizer, cache)
 
     return build
+
+
+@pytest.fixture
+def counted(cache: Path) -> Callable[..., dict[str, Any]]:
+    """What the store of a data set says that it was made from."""
+
+    def read(spec: DataSpec, tokenizer: Any) -> dict[str, Any]:
+        return read_manifest(identify(spec, codec_of(tokenizer, spec.template), cache).folder)
+
+    return read
 
 
 @pytest.fixture

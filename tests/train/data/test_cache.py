@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from tightfit.messages import Message
-from tightfit.train.data import DataSpec, Split, open_samples
 from tightfit.train.data.cache import stage
 from tightfit.train.data.chat import SHIPPED
+from tightfit.train.data.samples import Split, open_samples
+from tightfit.train.data.spec import DataSpec
 from tightfit.types import ConfigError
 
 Built = Callable[..., Split]
@@ -27,7 +28,9 @@ Built = Callable[..., Split]
 BUILD = """
 import sys
 from pathlib import Path
-from tightfit.train.data import DataSpec, byte_tokenizer, open_samples, prepare
+from tightfit.train.data.samples import open_samples, prepare
+from tightfit.train.data.spec import DataSpec
+from tightfit.train.data.tokens import byte_tokenizer
 
 def main():
     spec, cache = DataSpec(path=sys.argv[1], sequence=256), Path(sys.argv[2])
@@ -111,7 +114,7 @@ def test_another_seed_or_packing_tokenises_nothing(built: Built, bytes_tokenizer
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(bytes_tokenizer: Any, tmp_path: Path) -> None:
-    from tightfit.train.data import prepare
+    from tightfit.train.data.samples import prepare
     from tightfit.types import ConfigError
 
     (tmp_path / "file").write_text("", encoding="utf-8")

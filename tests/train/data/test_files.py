@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from tightfit.messages import Message
-from tightfit.train.data import DataSpec, Samples, Split, describe
 from tightfit.train.data.examples import SourceFile, array_items, trees_in
-from tightfit.train.data.samples import IGNORED
+from tightfit.train.data.samples import IGNORED, Samples, Split
+from tightfit.train.data.spec import DataSpec
 from tightfit.types import ConfigError
 
 Built = Callable[..., Split]
+Counted = Callable[..., dict[str, Any]]
 Lines = Callable[..., str]
 
 
@@ -68,15 +69,17 @@ def test_a_folder_may_mix_text_and_chats(built: Built, bytes_tokenizer: Any, tmp
     assert answers(train, bytes_tokenizer) == ["lain text<|end|>", "Yes.<|im_end|>", "ore text<|end|>"]
 
 
-def test_long_texts_in_lines_are_cut_into_samples(built: Built, words_tokenizer: Any, lines: Lines) -> None:
+def test_long_texts_in_lines_are_cut_into_samples(
+    built: Built, counted: Counted, words_tokenizer: Any, lines: Lines
+) -> None:
     long = "The bear sat under a tree. " * 30
-    path = lines({"text": long}, {"text": "A fox."})
-    train = built(DataSpec(path=path, sequence=50), words_tokenizer).train
+    spec = DataSpec(path=lines({"text": long}, {"text": "A fox."}), sequence=50)
+    train = built(spec, words_tokenizer).train
     whole = [*words_tokenizer(long)["input_ids"], words_tokenizer.eos_token_id]
     count = -(-len(whole) // 50)
     assert np.concatenate([train[at].ids for at in range(count)]).tolist() == whole
     assert len(train) == count + 1
-    assert describe(train).cut == describe(train).skipped == 0
+    assert counted(spec, words_tokenizer)["cut"] == counted(spec, words_tokenizer)["skipped"] == 0
 
 
 # --- chats ----------------------------------------------------------------------------------------
@@ -141,13 +144,16 @@ def test_conversations_of_role_and_content(built: Built, bytes_tokenizer: Any, l
 
 
 @pytest.mark.parametrize(("overlong", "count"), [("cut", 3), ("skip", 2)])
-def test_chats_that_are_too_long(built: Built, bytes_tokenizer: Any, lines: Lines, overlong: Any, count: int) -> None:
+def test_chats_that_are_too_long(
+    built: Built, counted: Counted, bytes_tokenizer: Any, lines: Lines, overlong: Any, count: int
+) -> None:
     short = {"instruction": "a", "output": "b"}
     path = lines(short, {"instruction": "a", "output": "b" * 300}, {"instruction": "a" * 300, "output": "b"}, short)
-    train = built(DataSpec(path=path, overlong=overlong, sequence=128), bytes_tokenizer).train
+    spec = DataSpec(path=path, overlong=overlong, sequence=128)
+    train = built(spec, bytes_tokenizer).train
     assert len(train) == count
-    counts = describe(train)
-    assert (counts.cut, counts.skipped) == ((1, 1) if overlong == "cut" else (0, 2))
+    counts = counted(spec, bytes_tokenizer)
+    assert (counts["cut"], counts["skipped"]) == ((1, 1) if overlong == "cut" else (0, 2))
     assert max(train.lengths) == (128 if overlong == "cut" else min(train.lengths))
 
 

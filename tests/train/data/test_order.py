@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.train.data import Order
-from tightfit.train.data.order import permute
+from tightfit.train.data.order import Order, permute
 
 
 @given(count=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 5))

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tightfit.train.data import DataSpec, Samples, Split, batch, describe, flatten, open_samples, worst
-from tightfit.train.data.samples import IGNORED, pack
+from tightfit.train.data.samples import IGNORED, Samples, Split, batch, flatten, open_samples, pack, worst
+from tightfit.train.data.spec import DataSpec
 
 Built = Callable[..., Split]
 Lines = Callable[..., str]
@@ -86,9 +86,8 @@ def test_the_worst_batch_is_the_longest_samples(built: Built, bytes_tokenizer: A
 
 def test_counts(built: Built, bytes_tokenizer: Any, lines: Lines) -> None:
     train = built(DataSpec(path=lines(*documents(40)), sequence=100), bytes_tokenizer).train
-    counts = describe(train)
-    assert (counts.samples, counts.documents, counts.longest) == (40, 40, 65)
-    assert counts.tokens - counts.loss_tokens == 40
+    assert (len(train), int(train.lengths.max())) == (40, 65)
+    assert int(train.lengths.sum()) - int(train.loss_tokens.sum()) == 40
 
 
 # --- held back ------------------------------------------------------------------------------------
@@ -121,7 +120,6 @@ def test_packed_rows_hold_every_document_whole(built: Built, bytes_tokenizer: An
     plain = built(DataSpec(path=path, sequence=128), bytes_tokenizer).train
     rows = built(DataSpec(path=path, sequence=128, packing=True), bytes_tokenizer).train
     assert rows.packed
-    assert describe(rows).documents == 300
     assert rows.lengths.max() <= 128
     assert rows.lengths.mean() > 120
     assert int(rows.loss_tokens.sum()) == int(plain.loss_tokens.sum())
@@ -207,7 +205,9 @@ def test_without_data_samples_are_made_up(bytes_tokenizer: Any, cache: Any) -> N
 def test_looking_at_data_loads_no_torch() -> None:
     script = (
         "import sys, tempfile\nfrom pathlib import Path\n"
-        "from tightfit.train.data import DataSpec, byte_tokenizer, open_samples, prepare\n"
+        "from tightfit.train.data.samples import open_samples, prepare\n"
+        "from tightfit.train.data.spec import DataSpec\n"
+        "from tightfit.train.data.tokens import byte_tokenizer\n"
         "spec, cache = DataSpec(path='shipped:text', sequence=64), Path(tempfile.mkdtemp())\n"
         "prepare(spec, byte_tokenizer(), cache, lambda *_: None)\n"
         "assert len(open_samples(spec, byte_tokenizer(), cache).train[0].ids) == 64\n"

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tightfit.train.data import load_tokenizer, pad_id
-from tightfit.train.data.tokens import Codec, Encoder, codec_of
+from tightfit.train.data.tokens import Codec, Encoder, codec_of, load_tokenizer, pad_id
 from tightfit.types import ConfigError, ModelError
 
 TEXT = "Zwölf Boxkämpfer 🥊\r\n\ttabs,  spaces, 你好, <|im_end|> and \x00."

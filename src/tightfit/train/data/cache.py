@@ -32,7 +32,7 @@ import multiprocessing
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -54,12 +54,12 @@ from tightfit.train.data.examples import (
     TEXT,
     DataSource,
     ExampleError,
-    Hashes,
     Layout,
     SourceFile,
     array_items,
     example_of,
     find_source,
+    hash_files,
     json_fault,
     layout_of,
     not_utf8,
@@ -67,7 +67,7 @@ from tightfit.train.data.examples import (
 )
 from tightfit.train.data.recipes import Prompter, Resolved, Section, SectionCount, add_sections, resolve
 from tightfit.train.data.spec import DataSpec
-from tightfit.train.data.tokens import Codec, Encoder
+from tightfit.train.data.tokens import Codec, Encoded, Encoder
 from tightfit.types import ConfigError
 
 VERSION = 1
@@ -77,13 +77,17 @@ MANIFEST = "manifest.json"
 INDEX_BLOCK = 65_536
 """Samples whose places are computed at a time."""
 
-
 PIECE_BYTES = 4 * 2**20
 ALONE_BYTES = 2**20
 """Below this, starting processes takes longer than the work."""
 MOST_PROCESSES = 16
 
-PartKind = Literal["text", "lines"]
+COLUMNS = {
+    "learned": "u1", "starts": "<i8", "lengths": "<i4", "losses": "<i8", "groups": "<i4", "documents": "<i8",
+    "borders": "<i8",
+}  # fmt: skip
+"""The numbers that a file of this name holds; those of tokens depend on the vocabulary."""
+
 Progress = Callable[[int, int, Message | None], None]
 
 
@@ -97,11 +101,9 @@ class Wanted:
     resolved: Resolved | None
     """A recipe with its ablation."""
     key: str
-    arms_key: str
-    """The same for all ablations of a recipe."""
-
-    def folder(self, cache: Path) -> Path:
-        return cache / self.key
+    folder: Path
+    arms: Path
+    """Where the answers of all ablations of a recipe are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,122 +117,108 @@ class Store:
     losses: npt.NDArray[np.int64]
     groups: npt.NDArray[np.int32] | None
     """For each document the one who answers and the other, where speakers are known."""
-    cut: int
-    skipped: int
-    targets: str
-    sections: tuple[SectionCount, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """A part of a file that one process encodes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A part of a file that one process encodes, and how."""
 
+    number: int
+    folder: str
     path: str
-    kind: PartKind
     start: int
     end: int
     first: bool
     """The beginning of its file."""
     last: bool
-    unit: str
+    is_text: bool
+    """One long document, and no example a line."""
+    layout: Layout
+    unit: Literal["line", "example"]
     """What an example is called in a sentence, with `named`: a line of the file itself, or an item of a list."""
     named: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A piece, and what to do with it."""
-
-    number: int
-    piece: FilePart
-    folder: str
-    layout: Layout
     sequence: int
     overlong: Literal["skip", "cut"]
     sections: tuple[Section, ...]
     """Of a recipe."""
 
+    def shard(self, name: str) -> Path:
+        return Path(self.folder, f"shard-{self.number:07d}.{name}")
+
 
 @dataclass(slots=True)
 class Counts:
-    """What came of a piece."""
+    """What came of examples."""
 
     examples: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
     cut: int = 0
     skipped: int = 0
-    tokens: int = 0
-    targets: str = ""
-    """Hash of the answers of a recipe's examples."""
     sections: dict[str, SectionCount] = field(default_factory=dict)
 
+    def add(self, samples: Sequence[Encoded], sections: Iterable[SectionCount] = ()) -> None:
+        """One example more."""
+        self.examples += 1
+        self.samples += len(samples)
+        self.tokens += sum(len(sample.ids) for sample in samples)
+        self.loss_tokens += sum(sample.loss_tokens for sample in samples)
+        self.cut += sum(sample.cut for sample in samples)
+        self.skipped += not samples
+        add_sections(self.sections, sections)
 
-@dataclass(frozen=True, slots=True)
-class BadExample:
-    """An example that cannot be used. Where its piece begins, the parent finds out."""
+    def merge(self, other: Counts) -> None:
+        for name in ("examples", "samples", "tokens", "loss_tokens", "cut", "skipped"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        add_sections(self.sections, other.sections.values())
 
-    line: int
-    """Counted from the piece's first, from 0."""
-    text: Said
-    """Empty: it is no UTF-8."""
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "sections": [asdict(each) for each in self.sections.values()]}
 
 
 def identify(spec: DataSpec, codec: Codec, cache: Path) -> Wanted:
     """What the job asks for, and the name that it has in the cache."""
-    hashes = Hashes(cache)
     resolved = resolve(spec) if spec.by_recipe else None
     source = None
     if resolved is None:
         assert spec.path is not None
         source = find_source(spec.path, spec.format)
-        files = [[hashes.of(each.path), each.kind] for each in source.files]
+        hashes = hash_files(cache, [each.path for each in source.files])
+        files = [[digest, each.kind] for digest, each in zip(hashes, source.files, strict=True)]
         layout = None if source.layout is None else asdict(source.layout)
         what: list[Any] = ["files", files, spec.format, layout, source.limit]
     else:
-        what = ["recipe", [hashes.of(path) for path in resolved.talks.files], resolved.shared_json]
-    hashes.save()
-    ends = [VERSION, codec.digest, spec.sequence, spec.overlong]
-    arms = _digest([*what, *ends])
-    key = _digest([*what, *ends, resolved.arm_json]) if resolved else arms
-    return Wanted(spec=spec, codec=codec, source=source, resolved=resolved, key=key, arms_key=arms)
+        what = ["recipe", hash_files(cache, resolved.talks.files), resolved.shared_json]
+    what += [VERSION, codec.digest, spec.sequence, spec.overlong]
 
+    def digest_of(tree: Any) -> str:
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32]
 
-def _digest(tree: Any) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:32]
+    shared = digest_of(what)
+    key = digest_of([*what, resolved.arm_json]) if resolved else shared
+    places = {"folder": cache / key, "arms": cache / f"arms-{shared}.json"}
+    return Wanted(spec=spec, codec=codec, source=source, resolved=resolved, key=key, **places)
 
 
 # --- building -------------------------------------------------------------------------------------
 
 
-def build_store(want: Wanted, cache: Path, progress: Progress) -> None:
+def build_store(want: Wanted, progress: Progress) -> None:
     """Build the documents unless they are there."""
-    folder = want.folder(cache)
-    if (folder / MANIFEST).is_file():
+    if (want.folder / MANIFEST).is_file():
         return
-    with stage(folder) as staging:
+    with stage(want.folder) as staging:
         want.codec.save(staging / "codec.json")
-        tasks: list[Task] = []
-        for path, kind, layout, unit, named in _files(want, staging, progress):
-            if path.stat().st_size == 0:
-                raise ConfigError(Message("data.empty", path=named))
-            tasks += [
-                Task(
-                    number=len(tasks) + at,
-                    piece=piece,
-                    folder=str(staging),
-                    layout=layout,
-                    sequence=want.spec.sequence,
-                    overlong=want.spec.overlong,
-                    sections=want.resolved.sections if want.resolved else (),
-                )
-                for at, piece in enumerate(_cut_into_pieces(path, kind, unit, named))
-            ]
-        masked = any(task.piece.kind == "lines" and task.layout.kind != "text" for task in tasks)
-        with _Assembly(staging, want.codec.dtype, want.spec.sequence, masked) as made:
-            for task, counts in encode_pieces(tasks, progress):
-                made.take(task, counts)
-        if not made.samples:
+        tasks = _cut_into_tasks(want, staging, progress)
+        masked = any(not task.is_text and task.layout.kind != "text" for task in tasks)
+        names = ["tokens", "starts", "lengths", "losses"]
+        names += [*(["learned"] if masked else []), *(["groups"] if want.resolved else [])]
+        with open_columns(staging, "{}.bin", names) as out:
+            counts, targets = _assemble(tasks, out, progress)
+        if not counts.samples:
             name = want.resolved.talks.name if want.resolved else want.spec.path
-            if not made.examples:
+            if not counts.examples:
                 raise ConfigError(Message("data.no-tokens", name=name))
             if want.spec.overlong == "skip":
                 raise ConfigError(Message("data.no-sample-fits", name=name, sequence=want.spec.sequence))
@@ -240,38 +228,79 @@ def build_store(want: Wanted, cache: Path, progress: Progress) -> None:
             each.unlink()
         if want.resolved is not None:
             # All ablations of a recipe must be trained on the same answers: the first sets them for the others.
-            path, targets, arm = cache / f"arms-{want.arms_key}.json", made.targets.hexdigest(), want.resolved.arm
-            arms = read_json(path) if path.is_file() else {}
+            arms, arm = read_json(want.arms) if want.arms.is_file() else {}, want.resolved.arm
             others = ", ".join(name for name, digest in arms.items() if digest != targets)
             if others:
                 raise ConfigError(Message("data.other-answers", arm=arm, others=others))
-            replace_file(path, json.dumps({**arms, arm: targets}).encode(), sync=True)
-        write_manifest(staging, {"version": VERSION, "key": want.key, **made.summary(), "dtype": want.codec.dtype.str})
+            replace_file(want.arms, json.dumps({**arms, arm: targets}).encode(), sync=True)
+        made = {"targets": targets, "dtype": want.codec.dtype.str}
+        write_manifest(staging, {"version": VERSION, "key": want.key, **counts.as_json(), **made})
 
 
-def _files(want: Wanted, staging: Path, progress: Progress) -> Iterator[tuple[Path, PartKind, Layout, str, str]]:
-    """Every file as lines or text. Lists and dialogues are written out as lines first."""
-    if want.resolved is not None:
-        path = staging / "list-0.jsonl"
+def _cut_into_tasks(want: Wanted, staging: Path, progress: Progress) -> list[Task]:
+    """Every file, as lines or text, in pieces that begin and end with lines. The borders depend on the file alone."""
+    tasks: list[Task] = []
+
+    def cut(
+        path: Path, layout: Layout, unit: Literal["line", "example"], named: object, *, is_text: bool = False
+    ) -> None:
+        size, start = path.stat().st_size, 0
+        if size == 0:
+            raise ConfigError(Message("data.empty", path=named))
+        with path.open("rb") as file:
+            while start < size:
+                end = _border(file, min(start + PIECE_BYTES, size), size, is_text=is_text)
+                task = Task(
+                    number=len(tasks),
+                    folder=str(staging),
+                    path=str(path),
+                    start=start,
+                    end=end,
+                    first=start == 0,
+                    last=end >= size,
+                    is_text=is_text,
+                    layout=layout,
+                    unit=unit,
+                    named=str(named),
+                    sequence=want.spec.sequence,
+                    overlong=want.spec.overlong,
+                    sections=want.resolved.sections if want.resolved else (),
+                )
+                tasks.append(task)
+                start = end
+
+    def write_lines(number: int, items: Iterable[Any]) -> Path:
+        path = staging / f"list-{number}.jsonl"
         with path.open("w", encoding="utf-8") as file:
-            for record in want.resolved.records():
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        yield path, "lines", RECIPE, "example", want.resolved.talks.name
-        return
-    assert want.source is not None
-    for number, each in enumerate(want.source.files):
+            for item in items:
+                file.write(json.dumps(item, ensure_ascii=False) + "\n")
+        return path
+
+    if want.resolved is not None:
+        cut(write_lines(0, want.resolved.records()), RECIPE, "example", want.resolved.talks.name)
+    for number, each in enumerate(want.source.files if want.source else ()):
         if each.kind == "text":
-            yield each.path, "text", TEXT, "line", str(each.path)
+            cut(each.path, TEXT, "line", each.path, is_text=True)
             continue
-        path, unit = each.path, "line"
         if each.kind == "array":
             progress(0, 1, Message("data.reading", name=each.path.name))
-            path, unit = staging / f"list-{number}.jsonl", "example"
-            with path.open("w", encoding="utf-8") as file:
-                for item in array_items(each.path):
-                    file.write(json.dumps(item, ensure_ascii=False) + "\n")
-        layout = want.source.layout or first_layout(each, want.spec.format)
-        yield path, "lines", layout, unit, str(each.path)
+        path = write_lines(number, array_items(each.path)) if each.kind == "array" else each.path
+        layout = (want.source.layout if want.source else None) or first_layout(each, want.spec.format)
+        cut(path, layout, "example" if each.kind == "array" else "line", each.path)
+    return tasks
+
+
+def _border(file: BinaryIO, at: int, size: int, *, is_text: bool) -> int:
+    """The next line end. A text without lines is cut between two letters instead."""
+    file.seek(at)
+    while at < size:
+        part = file.readline(ALONE_BYTES)
+        if part.endswith(b"\n") or not part:
+            return at + len(part)
+        if is_text and len(part) == ALONE_BYTES:
+            return at + next(i for i in range(len(part)) if part[i] & 0xC0 != 0x80)
+        at += len(part)
+    return size
 
 
 def first_layout(file: SourceFile, format_name: str) -> Layout:
@@ -285,116 +314,46 @@ def first_layout(file: SourceFile, format_name: str) -> Layout:
     raise ConfigError(Message("data.empty", path=file.path))
 
 
-class _Assembly:
-    """Shards, appended in order."""
-
-    def __init__(self, folder: Path, dtype: np.dtype[Any], sequence: int, masked: bool) -> None:
-        self.folder, self.dtype, self.sequence, self.masked = folder, dtype, sequence, masked
-        self.samples = self.tokens = self.cut = self.skipped = self.examples = 0
-        self.text_start = 0
-        self.grouped = False
-        self.targets = hashlib.sha256()
-        self.sections: dict[str, SectionCount] = {}
-        self.out: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> _Assembly:
-        for name in ("tokens", "learned", "starts", "lengths", "losses", "groups"):
-            self.out[name] = (self.folder / f"{name}.bin").open("wb")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self.out.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        if not self.masked:
-            (self.folder / "learned.bin").unlink()
-        if not self.grouped:
-            (self.folder / "groups.bin").unlink()
-
-    def take(self, task: Task, counts: Counts) -> None:
-        base = self.folder / f"shard-{task.number:07d}"
-        append(Path(f"{base}.tokens"), self.out["tokens"])
-        if task.piece.kind == "text":
-            if task.piece.first:
-                self.text_start = self.tokens
-            if self.masked:
-                for _ in range(0, counts.tokens, 2**20):
-                    self.out["learned"].write(b"\1" * min(2**20, counts.tokens))
-                self.out["learned"].truncate(self.tokens + counts.tokens)
-                self.out["learned"].seek(self.tokens + counts.tokens)
+def _assemble(tasks: list[Task], out: dict[str, BinaryIO], progress: Progress) -> tuple[Counts, str]:
+    """Append the shards in order; the counts of all, and the hash of the answers of a recipe's examples."""
+    made, targets, text_start, done = Counts(), hashlib.sha256(), 0, 0
+    total = sum(task.end - task.start for task in tasks)
+    progress(0, total, Message("data.tokenising"))
+    for task, counts, answers in _encode_pieces(tasks, total):
+        if task.is_text:
+            text_start = made.tokens if task.first else text_start
+            if "learned" in out:
+                out["learned"].write(b"\1" * counts.tokens)
         else:
-            if self.masked:
-                append(Path(f"{base}.learned"), self.out["learned"])
-            else:
-                Path(f"{base}.learned").unlink()
-            lengths = np.fromfile(f"{base}.lengths", dtype="<i4")
-            starts = self.tokens + np.cumsum(lengths, dtype="<i8") - lengths
-            self._index(starts, lengths, np.fromfile(f"{base}.losses", dtype="<i8"))
-            for name in ("lengths", "losses"):
-                Path(f"{base}.{name}").unlink()
-            groups = Path(f"{base}.groups")
-            if groups.exists():
-                self.grouped = True
-                append(groups, self.out["groups"])
-        self.tokens += counts.tokens
-        self.examples += counts.examples
-        self.cut += counts.cut
-        self.skipped += counts.skipped
-        self.targets.update(counts.targets.encode())
-        add_sections(self.sections, counts.sections.values())
-        if task.piece.kind == "text" and task.piece.last:
+            lengths = np.fromfile(task.shard("lengths"), dtype=COLUMNS["lengths"])
+            put(out, starts=made.tokens + np.cumsum(lengths, dtype="<i8") - lengths)
+        for name in ("tokens", "learned", "lengths", "losses", "groups"):
+            shard = task.shard(name)
+            if name in out and shard.exists():
+                with shard.open("rb") as file:
+                    shutil.copyfileobj(file, out[name], 2**20)
+            shard.unlink(missing_ok=True)
+        made.merge(counts)
+        targets.update(answers.encode())
+        if task.is_text and task.last:
             # The samples of a whole text. A last token alone has nothing to be predicted from, and is left.
-            for first in range(self.text_start, self.tokens, INDEX_BLOCK * self.sequence):
-                last = min(first + INDEX_BLOCK * self.sequence, self.tokens)
-                starts = np.arange(first, last, self.sequence, dtype="<i8")
-                lengths = np.minimum(self.tokens - starts, self.sequence)
+            for first in range(text_start, made.tokens, INDEX_BLOCK * task.sequence):
+                last = min(first + INDEX_BLOCK * task.sequence, made.tokens)
+                starts = np.arange(first, last, task.sequence, dtype="<i8")
+                lengths = np.minimum(made.tokens - starts, task.sequence)
                 keep = lengths > 1
-                self._index(starts[keep], lengths[keep], lengths[keep] - 1)
-
-    def _index(self, starts: npt.NDArray[Any], lengths: npt.NDArray[Any], losses: npt.NDArray[Any]) -> None:
-        self.out["starts"].write(starts.astype("<i8").tobytes())
-        self.out["lengths"].write(lengths.astype("<i4").tobytes())
-        self.out["losses"].write(losses.astype("<i8").tobytes())
-        self.samples += len(starts)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "examples": self.examples,
-            "cut": self.cut,
-            "skipped": self.skipped,
-            "targets": self.targets.hexdigest(),
-            "sections": [asdict(each) for each in self.sections.values()],
-        }
+                put(out, starts=starts[keep], lengths=lengths[keep], losses=lengths[keep] - 1)
+                made.samples += int(keep.sum())
+                made.loss_tokens += int((lengths[keep] - 1).sum())
+        done += task.end - task.start
+        progress(done, total, Message("data.tokenising"))
+    for column in out.values():
+        column.flush()
+        os.fsync(column.fileno())
+    return made, targets.hexdigest()
 
 
 # --- examples to tokens, in several processes ------------------------------------------------------
-
-
-def _cut_into_pieces(path: Path, kind: PartKind, unit: str, named: str) -> Iterator[FilePart]:
-    """A file in pieces that begin and end with lines. The borders depend on the file alone."""
-    size, start = path.stat().st_size, 0
-    with path.open("rb") as file:
-        while start < size:
-            end = _border(file, min(start + PIECE_BYTES, size), size, kind)
-            first, last = start == 0, end >= size
-            yield FilePart(str(path), kind, start, end, first=first, last=last, unit=unit, named=named)
-            start = end
-
-
-def _border(file: BinaryIO, at: int, size: int, kind: str) -> int:
-    """The next line end. A text without lines is cut between two letters instead."""
-    file.seek(at)
-    while at < size:
-        part = file.readline(ALONE_BYTES)
-        if part.endswith(b"\n") or not part:
-            return at + len(part)
-        if kind == "text" and len(part) == ALONE_BYTES:
-            return at + next(i for i in range(len(part)) if part[i] & 0xC0 != 0x80)
-        at += len(part)
-    return size
 
 
 @lru_cache(maxsize=1)
@@ -402,106 +361,74 @@ def _encoder(folder: str, sequence: int, overlong: Literal["skip", "cut"]) -> En
     return Encoder(Codec.load(Path(folder) / "codec.json"), sequence, overlong)
 
 
-def encode_piece(task: Task) -> Counts | BadExample:
-    """Write the shard of one piece."""
-    piece, encoder = task.piece, _encoder(task.folder, task.sequence, task.overlong)
-    base = Path(task.folder) / f"shard-{task.number:07d}"
-    counts = Counts()
-    if piece.kind == "text":
+def encode_piece(task: Task) -> tuple[Counts, str]:
+    """Write the shard of one piece; its counts, and the hash of the answers of a recipe's examples."""
+    encoder, counts, targets = _encoder(task.folder, task.sequence, task.overlong), Counts(), hashlib.sha256()
+    if task.is_text:
         # Tokens alone: the samples of a text reach over the borders of pieces, and the parent cuts them.
-        with open(piece.path, "rb") as file:
-            file.seek(piece.start)
-            raw = file.read(piece.end - piece.start)
-        try:
-            text = (raw.removeprefix(codecs.BOM_UTF8) if piece.first else raw).decode("utf-8")
-        except UnicodeDecodeError:
-            return BadExample(0, "")
-        with open(f"{base}.tokens", "wb") as out:
-            for ids in encoder.document(text, begins=piece.first, ends=piece.last):
+        with open(task.path, "rb") as file, task.shard("tokens").open("wb") as out:
+            file.seek(task.start)
+            text = _decode(file.read(task.end - task.start), task, begins=task.first)
+            for ids in encoder.document(text, begins=task.first, ends=task.last):
                 out.write(ids.data)
                 counts.tokens += len(ids)
-        return counts
-    prompter, targets = Prompter(task.sections, encoder), hashlib.sha256()
-    lengths: list[int] = []
-    losses: list[int] = []
-    groups: list[list[int]] = []
-    line = -1
-    with ExitStack() as stack:
-        file = stack.enter_context(open(piece.path, "rb"))
-        tokens = stack.enter_context(open(f"{base}.tokens", "wb"))
-        learned = stack.enter_context(open(f"{base}.learned", "wb"))
-        file.seek(piece.start)
-        while file.tell() < piece.end:
+        return counts, ""
+    prompter, by_recipe = Prompter(task.sections, encoder), task.layout.kind == "recipe"
+    names = ["tokens", "learned", "lengths", "losses", *(["groups"] if by_recipe else [])]
+    with open(task.path, "rb") as file, open_columns(Path(task.folder), task.shard("{}").name, names) as shard:
+        file.seek(task.start)
+        line = 0
+        while file.tell() < task.end:
             line += 1
-            raw = file.readline()
-            try:
-                text = (raw.removeprefix(codecs.BOM_UTF8) if piece.first and line == 0 else raw).decode("utf-8")
-            except UnicodeDecodeError:
-                return BadExample(line, "")
+            text = _decode(file.readline(), task, begins=task.first and line == 1)
             if not text.strip():
                 continue
             try:
                 tree = json.loads(text)
             except ValueError as error:
-                return BadExample(line, Message("data.not-json", why=json_fault(error)))
+                raise _bad_example(task, line, Message("data.not-json", why=json_fault(error))) from None
             except RecursionError:
-                return BadExample(line, Message("data.nested-too-deeply"))
-            counts.examples += 1
+                raise _bad_example(task, line, Message("data.nested-too-deeply")) from None
             try:
-                if task.layout.kind == "recipe":
-                    made = prompter.prompt(tree)
-                    samples = [made.encoded] if made.encoded is not None else []
-                    add_sections(counts.sections, made.sections)
-                    if samples:
-                        groups.append(tree["groups"])
-                        targets.update(json.dumps([tree["name"], made.target], ensure_ascii=False).encode())
-                else:
+                made = prompter.prompt(tree) if by_recipe else None
+                if made is None:
                     samples = encoder.samples(example_of(tree, task.layout))
+                else:
+                    samples = [made.encoded] if made.encoded is not None else []
             except (ExampleError, ConfigError) as error:
-                return BadExample(line, message_of(error))
-            counts.skipped += not samples
+                raise _bad_example(task, line, message_of(error)) from None
+            counts.add(samples, made.sections if made else ())
+            if made is not None and samples:
+                put(shard, groups=tree["groups"])
+                targets.update(json.dumps([tree["name"], made.target], ensure_ascii=False).encode())
             for sample in samples:
-                counts.cut += sample.cut
-                counts.tokens += len(sample.ids)
-                tokens.write(sample.ids.astype(encoder.codec.dtype, copy=False).tobytes())
-                learned.write(sample.learned.tobytes())
-                lengths.append(len(sample.ids))
-                losses.append(sample.loss_tokens)
-    counts.targets = targets.hexdigest()
-    Path(f"{base}.lengths").write_bytes(np.asarray(lengths, dtype="<i4").tobytes())
-    Path(f"{base}.losses").write_bytes(np.asarray(losses, dtype="<i8").tobytes())
-    if groups:
-        Path(f"{base}.groups").write_bytes(np.asarray(groups, dtype="<i4").tobytes())
-    return counts
+                shard["tokens"].write(sample.ids.astype(encoder.codec.dtype, copy=False).tobytes())
+                put(shard, learned=sample.learned, lengths=len(sample.ids), losses=sample.loss_tokens)
+    return counts, targets.hexdigest()
 
 
-def encode_pieces(tasks: list[Task], progress: Progress) -> Iterator[tuple[Task, Counts]]:
-    """Every piece with its counts, in order. The first wrong example in that order is the error."""
-    total = sum(task.piece.end - task.piece.start for task in tasks)
-    done = 0
-    progress(0, total, Message("data.tokenising"))
-    for task, outcome in _run(tasks, total):
-        piece = task.piece
-        if isinstance(outcome, BadExample):
-            if not outcome.text:
-                raise not_utf8(Path(piece.path))
-            number = outcome.line + 1
-            with open(piece.path, "rb") as file:
-                for start in range(0, piece.start, PIECE_BYTES):
-                    number += file.read(min(PIECE_BYTES, piece.start - start)).count(b"\n")
-            of_list = piece.unit == "example"
-            name = Message("data.example", number=number) if of_list else Message("data.line", number=number)
-            raise ConfigError(Message("data.bad-example", name=name, path=piece.named, problem=outcome.text))
-        done += piece.end - piece.start
-        progress(done, total, Message("data.tokenising"))
-        yield task, outcome
+def _decode(raw: bytes, task: Task, *, begins: bool) -> str:
+    try:
+        return (raw.removeprefix(codecs.BOM_UTF8) if begins else raw).decode("utf-8")
+    except UnicodeDecodeError:
+        raise not_utf8(Path(task.path)) from None
 
 
-def _run(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts | BadExample]]:
+def _bad_example(task: Task, number: int, problem: Said) -> ConfigError:
+    """`number`: of its line, counted from the piece's first."""
+    with open(task.path, "rb") as file:
+        for start in range(0, task.start, PIECE_BYTES):
+            number += file.read(min(PIECE_BYTES, task.start - start)).count(b"\n")
+    name = Message("data.line", number=number) if task.unit == "line" else Message("data.example", number=number)
+    return ConfigError(Message("data.bad-example", name=name, path=task.named, problem=problem))
+
+
+def _encode_pieces(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts, str]]:
+    """Every piece with what `encode_piece` says of it, in order. The first wrong example in that order is the error."""
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(tasks))
     if workers < 2 or total_bytes < ALONE_BYTES:
         for task in tasks:
-            yield task, encode_piece(task)
+            yield task, *encode_piece(task)
         return
     context = multiprocessing.get_context("spawn")  # the parent may hold threads and a GPU: no fork
     workers = min(workers, MOST_PROCESSES)
@@ -512,9 +439,9 @@ def _run(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts | B
                 waiting.append((task, pool.submit(encode_piece, task)))
                 if len(waiting) > 2 * workers:  # no further ahead: shards of pieces not yet appended fill the disk
                     first, future = waiting.pop(0)
-                    yield first, future.result()
+                    yield first, *future.result()
             for first, future in waiting:
-                yield first, future.result()
+                yield first, *future.result()
         except BrokenProcessPool:
             raise ConfigError(Message("data.tokeniser-killed")) from None
         finally:
@@ -532,26 +459,18 @@ def _end_with_the_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def append(source: Path, target: BinaryIO) -> None:
-    """Move a shard's file to the end of another."""
-    with source.open("rb") as file:
-        shutil.copyfileobj(file, target, 2**20)
-    source.unlink()
-
-
 # --- folders --------------------------------------------------------------------------------------
 
 
 @contextmanager
-def lock(cache: Path, key: str) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[None]:
     """One builder at a time. The lock goes with its process, however that ends."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        file = open_own(cache / f"{key}.lock", "ab")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = open_own(folder.parent / f"{folder.name}.lock", "ab")
     except OSError as error:
-        raise ConfigError(
-            Message("data.cache-unwritable", cache=cache, why=(error.strerror or str(error)).lower())
-        ) from None
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(Message("data.cache-unwritable", cache=folder.parent, why=why)) from None
     with file:
         flock(file.fileno())
         yield
@@ -591,25 +510,43 @@ def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     replace_file(folder / MANIFEST, json.dumps(values, indent=1).encode(), sync=True)
 
 
-# --- reading --------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_columns(folder: Path, pattern: str, names: Iterable[str]) -> Iterator[dict[str, BinaryIO]]:
+    """Files of numbers that grow side by side."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context((folder / pattern.format(name)).open("wb")) for name in names}
+
+
+def put(out: Mapping[str, BinaryIO], **columns: npt.ArrayLike) -> None:
+    """Append to columns of these names."""
+    for name, values in columns.items():
+        out[name].write(np.asarray(values, dtype=COLUMNS[name]).tobytes())
+
+
+def map_columns(
+    folder: Path, pattern: str, needed: Iterable[str], optional: Iterable[str], **dtypes: str
+) -> dict[str, Any]:
+    """The numbers of these files, read only where they are looked at; None: there is no such file."""
+    found: dict[str, Any] = dict.fromkeys(optional)
+    for name in (*needed, *optional):
+        path, dtype = folder / pattern.format(name), dtypes.get(name) or COLUMNS[name]
+        if path.is_file():
+            found[name] = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
+        elif name not in found:
+            raise ConfigError(Message("data.cache-lost", folder=folder, name=path.name))
+    return found
 
 
 def open_store(folder: Path) -> Store:
     """The documents of a finished folder."""
-    values = read_manifest(folder)
-    groups = map_file(folder / "groups.bin", "<i4")
-    return Store(
-        tokens=map_needed_file(folder / "tokens.bin", values["dtype"]),
-        learned=map_file(folder / "learned.bin", "u1"),
-        starts=map_needed_file(folder / "starts.bin", "<i8"),
-        lengths=map_needed_file(folder / "lengths.bin", "<i4"),
-        losses=map_needed_file(folder / "losses.bin", "<i8"),
-        groups=None if groups is None else groups.reshape(-1, 2),
-        cut=values["cut"],
-        skipped=values["skipped"],
-        targets=values["targets"],
-        sections=tuple(SectionCount(**each) for each in values["sections"]),
-    )
+    needed, dtype = ("tokens", "starts", "lengths", "losses"), read_manifest(folder)["dtype"]
+    found = map_columns(folder, "{}.bin", needed, ("learned", "groups"), tokens=dtype)
+    if found["groups"] is not None:
+        found["groups"] = found["groups"].reshape(-1, 2)
+    return Store(**found)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -619,19 +556,3 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError(Message("data.cache-incomplete", folder=folder)) from None
     assert isinstance(values, dict)
     return values
-
-
-def map_file(path: Path, dtype: str) -> npt.NDArray[Any] | None:
-    """The numbers of a file, read only where they are looked at; None: there is no such file."""
-    if not path.is_file():
-        return None
-    if path.stat().st_size == 0:
-        return np.zeros(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def map_needed_file(path: Path, dtype: str) -> npt.NDArray[Any]:
-    found = map_file(path, dtype)
-    if found is None:
-        raise ConfigError(Message("data.cache-lost", folder=path.parent, name=path.name))
-    return found

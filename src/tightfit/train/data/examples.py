@@ -10,7 +10,8 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,20 +26,10 @@ from tightfit.types import ConfigError
 Kind = Literal["text", "alpaca", "sharegpt", "recipe"]
 
 ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "developer": "system",
-    "observation": "user",
-    "tool": "user",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("observation", "tool"), "user"),
 }
 """What files call the speakers. What a tool answers is read like a user's turn: the model does not write it."""
 
@@ -328,39 +319,27 @@ def _read_info(path: Path) -> Mapping[str, Any]:
 # --- hashes ---------------------------------------------------------------------------------------
 
 
-class Hashes:
+def hash_files(cache: Path, paths: Iterable[Path]) -> list[str]:
     """The hashes of files, kept in the cache: a file with the same path, size and time is not read again."""
-
-    def __init__(self, cache: Path) -> None:
-        self.path = cache / "hashes.json"
-        self.changed = False
-        tree = find_json(self.path)
-        self.known: dict[str, list[Any]] = tree if isinstance(tree, dict) else {}
-
-    def of(self, path: Path) -> str:
+    kept = cache / "hashes.json"
+    tree = find_json(kept)
+    known: dict[str, list[Any]] = dict(tree) if isinstance(tree, dict) else {}
+    found = []
+    for path in paths:
         here = path.resolve()
         seen = os.stat(here)
         mark = [seen.st_size, seen.st_mtime_ns]
-        entry = self.known.get(str(here))
-        if entry is not None and entry[:2] == mark:
-            return str(entry[2])
-        digest = hashlib.sha256()
-        for block in _blocks(here):
-            digest.update(block)
-        self.known[str(here)] = [*mark, digest.hexdigest()]
-        self.changed = True
-        return digest.hexdigest()
-
-    def save(self) -> None:
-        """Kept for the next start; without a place to write, that one hashes again."""
-        if not self.changed:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path, json.dumps(self.known).encode())
-            self.changed = False
-        except OSError:
-            pass
+        if known.get(str(here), [])[:2] != mark:
+            digest = hashlib.sha256()
+            for block in _blocks(here):
+                digest.update(block)
+            known[str(here)] = [*mark, digest.hexdigest()]
+        found.append(str(known[str(here)][2]))
+    if known != tree:
+        with suppress(OSError):  # without a place to write, the next start hashes again
+            cache.mkdir(parents=True, exist_ok=True)
+            replace_file(kept, json.dumps(known).encode())
+    return found
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

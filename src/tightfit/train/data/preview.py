@@ -12,14 +12,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.records import read_json
 from tightfit.messages import Message, Said, message_of
-from tightfit.train.data.cache import PIECE_BYTES, first_layout
+from tightfit.train.data.cache import PIECE_BYTES, Counts, first_layout
 from tightfit.train.data.chat import Rendered
 from tightfit.train.data.examples import (
     TEXT,
@@ -30,7 +30,7 @@ from tightfit.train.data.examples import (
     not_utf8,
     trees_in,
 )
-from tightfit.train.data.recipes import ALL_ON, Prompter, Resolved, SectionCount, add_sections, resolve
+from tightfit.train.data.recipes import ALL_ON, Prompter, Resolved, resolve
 from tightfit.train.data.spec import DataSpec, check_spec
 from tightfit.train.data.tokens import Encoded, Encoder, codec_of, load_tokenizer
 from tightfit.types import ConfigError
@@ -52,34 +52,9 @@ def main(path: str) -> int:
     return 0
 
 
-@dataclass(slots=True)
-class _Sum:
-    """Counts over the examples of one ablation."""
-
-    examples: int = 0
-    samples: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    cut: int = 0
-    skipped: int = 0
-    sections: dict[str, SectionCount] = field(default_factory=dict)
-
-    def add(self, samples: list[Encoded], sections: tuple[SectionCount, ...] = ()) -> None:
-        self.examples += 1
-        self.samples += len(samples)
-        self.skipped += not samples
-        for sample in samples:
-            self.tokens += len(sample.ids)
-            self.loss_tokens += sample.loss_tokens
-            self.cut += sample.cut
-        add_sections(self.sections, sections)
-
-    def line(self, ablation: str | None) -> dict[str, Any]:
-        counts = {
-            name: getattr(self, name) for name in ("examples", "samples", "tokens", "loss_tokens", "cut", "skipped")
-        }
-        sections = [asdict(each) for each in self.sections.values()]
-        return {"kind": "summary", "ablation": ablation, **counts, "sections": sections}
+def summary(total: Counts, ablation: str | None) -> dict[str, Any]:
+    """The line of what was counted over the examples of one ablation."""
+    return {"kind": "summary", "ablation": ablation, **total.as_json()}
 
 
 def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, Any]]:
@@ -105,7 +80,7 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
         return
     assert spec.path is not None
     source = find_source(spec.path, spec.format)
-    file, total = source.files[0], _Sum()
+    file, total = source.files[0], Counts()
     layout = TEXT if file.kind == "text" else source.layout or first_layout(file, spec.format)
     chat = layout.kind != "text"
     yield {**head, "source": spec.path, "format": "chat" if chat else "text", "said": list(codec.said) if chat else []}
@@ -124,7 +99,7 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
         total.add(samples)
         for number, sample in enumerate(samples[:count], start=1):
             yield _example(Message("data.part", number=number), encoder, sample, None)
-        yield total.line(None)
+        yield summary(total, None)
         return
     for name, tree in islice(trees_in(file), LOOKED_AT):
         try:
@@ -138,12 +113,12 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
             count -= 1
             rendered = encoder.template.render_pieces(example.turns) if example.text is None else None
             yield _example(name, encoder, samples[0], rendered)
-    yield total.line(None)
+    yield summary(total, None)
 
 
 def _arm_lines(resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dict[str, Any]]:
     prompter = Prompter(resolved.sections, encoder)
-    total = _Sum()
+    total = Counts()
     shown = 0
     for record in islice(resolved.records(), LOOKED_AT):
         try:
@@ -156,7 +131,7 @@ def _arm_lines(resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dic
             shown += 1
             line = _example(record["name"], encoder, made.encoded, made.rendered)
             yield line | {"ablation": resolved.arm, "sections": [asdict(each) for each in made.sections]}
-    yield total.line(resolved.arm)
+    yield summary(total, resolved.arm)
 
 
 def _example(name: Said, encoder: Encoder, sample: Encoded, rendered: Rendered | None) -> dict[str, Any]:

@@ -18,27 +18,36 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tightfit.messages import Message
+from tightfit.messages import Message, Said
 from tightfit.train.data.cache import (
     MANIFEST,
+    Progress,
     Store,
     Wanted,
-    map_file,
-    map_needed_file,
+    build_store,
+    identify,
+    lock,
+    map_columns,
+    open_columns,
     open_store,
+    put,
     read_manifest,
     stage,
     write_manifest,
 )
 from tightfit.train.data.order import permute
+from tightfit.train.data.recipes import resolve
+from tightfit.train.data.spec import GENERATED_SAMPLES, DataSpec, check_spec
+from tightfit.train.data.tokens import codec_of
 from tightfit.types import ConfigError
 
 if TYPE_CHECKING:
@@ -62,30 +71,6 @@ class Sample:
     starts: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """Counts of a data set. `cut` and `skipped` are of all that was read, before any was held back."""
-
-    samples: int
-    tokens: int
-    loss_tokens: int
-    longest: int
-    documents: int
-    cut: int
-    skipped: int
-    left_out: int
-    """Samples in neither part: answers to a speaker who is held back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadCounts:
-    """What was read, whichever part a sample went to."""
-
-    cut: int = 0
-    skipped: int = 0
-    left_out: int = 0
-
-
 class Rows(Protocol):
     """Where samples come from."""
 
@@ -107,8 +92,6 @@ class Samples:
     """The same for the same samples in the same order."""
     sequence: int
     packed: bool = False
-    documents: int
-    tally: ReadCounts = ReadCounts()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -135,6 +118,49 @@ class TokenBatch:
     labels: torch.Tensor
     position_ids: torch.Tensor | None
     """Set for packed rows: it starts anew at each document, and attention stays within one."""
+
+
+def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Progress) -> None:
+    """Build what `open_samples` maps, unless it is there. One process of a node calls it."""
+    check_spec(spec)
+    if spec.is_generated:
+        return
+    want = identify(spec, codec_of(tokenizer, spec.template), cache)
+    with lock(want.folder):
+        build_store(want, progress)
+        build_view(want)
+
+
+def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
+    """The samples of a prepared data set; every rank maps the same files."""
+    check_spec(spec)
+    if not spec.is_generated:
+        return open_view(identify(spec, codec_of(tokenizer, spec.template), cache))
+    count = min(spec.samples or GENERATED_SAMPLES, spec.max_samples or 2**62)
+    held = 0
+    if spec.evaluation_split and count > 1:
+        held = min(count - 1, max(1, round(spec.evaluation_split * count)))
+
+    def generate(first: int, count: int) -> Samples:
+        length, words = spec.sequence, len(tokenizer)
+        rows = GeneratedRows(count=count, sequence=length, vocabulary=words, seed=spec.seed, first=first)
+        return Samples(
+            rows=rows,
+            lengths=np.full(count, length, dtype=np.int32),
+            loss_tokens=np.full(count, length - 1, dtype=np.int64),
+            fingerprint=sha256(repr(("generated", rows)).encode()).hexdigest(),
+            sequence=length,
+        )
+
+    return Split(train=generate(0, count - held), held=generate(count - held, held) if held else None)
+
+
+def explain(spec: DataSpec, tokenizer: Any) -> tuple[Said, ...]:
+    """What was chosen for the user and has to be known, a sentence each: to be shown once."""
+    if spec.is_generated:
+        return (Message("data.random-samples"),)
+    resolved = resolve(spec) if spec.by_recipe else None
+    return (*codec_of(tokenizer, spec.template).said, *(resolved.talks.said if resolved else ()))
 
 
 def batch(samples: Samples, indices: Sequence[int] | Ints, pad_id: int, *, pad_to: int | None = None) -> TokenBatch:
@@ -192,20 +218,6 @@ def worst(samples: Samples, count: int) -> Ints:
     return np.resize(ordered, count).astype(np.int64)
 
 
-def describe(samples: Samples) -> Description:
-    """How much there is."""
-    return Description(
-        samples=len(samples),
-        tokens=int(np.sum(samples.lengths, dtype=np.int64)),
-        loss_tokens=int(np.sum(samples.loss_tokens)),
-        longest=int(np.max(samples.lengths)),
-        documents=samples.documents,
-        cut=samples.tally.cut,
-        skipped=samples.tally.skipped,
-        left_out=samples.tally.left_out,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class GeneratedRows:
     """Random tokens, full length: what a plan can be proved with where no data is at hand."""
@@ -232,7 +244,9 @@ class GeneratedRows:
 BLOCK = 65_536
 """Documents that are looked at, and packed, together."""
 
+PARTS = ("train", "held")
 TRAIN, HELD, NEITHER = 0, 1, 2
+"""Which of PARTS a document goes to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,34 +292,44 @@ def view_key(want: Wanted) -> str:
     return sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-def build_view(want: Wanted, cache: Path) -> None:
+def build_view(want: Wanted) -> None:
     """Build the view unless it is there. Documents pass in blocks: their number does not matter to the memory."""
-    folder = _folder(want, cache)
+    folder, packing = want.folder / "views" / view_key(want), want.spec.packing
     if (folder / MANIFEST).is_file():
         return
-    store = open_store(want.folder(cache))
+    store = open_store(want.folder)
     limits = [each for each in (want.spec.max_samples, want.source.limit if want.source else None) if each]
     count = min([len(store.lengths), *limits])
     side_of = _sides(store, count, want)
+    made = {part: {"rows": 0, "documents": 0} for part in PARTS}
     left = 0
     with stage(folder) as staging:
-        with _Part(staging, "train", want) as train, _Part(staging, "held", want) as held:
+        with ExitStack() as stack:
+            names = ("documents", "lengths", "losses", *(("borders",) if packing else ()))
+            outs = [stack.enter_context(open_columns(staging, f"{part}.{{}}", names)) for part in PARTS]
             for first in range(0, count, BLOCK):
                 numbers = np.arange(first, min(first + BLOCK, count))
                 side = side_of(numbers)
-                block = slice(first, first + len(numbers))
-                for part, code in ((train, TRAIN), (held, HELD)):
-                    part.take(
-                        numbers[side == code], store.lengths[block][side == code], store.losses[block][side == code]
-                    )
                 left += int(np.count_nonzero(side == NEITHER))
-        if not train.rows:
+                for code, (out, counts) in enumerate(zip(outs, made.values(), strict=True)):
+                    documents = numbers[side == code]
+                    if not len(documents):
+                        continue
+                    lengths, losses = store.lengths[documents], store.losses[documents]
+                    if packing:
+                        order, borders = pack(lengths, want.spec.sequence)
+                        put(out, borders=counts["documents"] + borders[:-1])
+                        documents = documents[order]
+                        lengths, losses = (np.add.reduceat(each[order], borders[:-1]) for each in (lengths, losses))
+                    put(out, documents=documents, lengths=lengths, losses=losses)
+                    counts["rows"] += len(lengths)
+                    counts["documents"] += len(documents)
+            for out, counts in zip(outs, made.values(), strict=True):
+                if packing:
+                    put(out, borders=[counts["documents"]])
+        if not made["train"]["rows"]:
             raise ConfigError(Message("data.nothing-left-to-train", split=want.spec.evaluation_split))
-        write_manifest(staging, {"train": train.counts(), "held": held.counts(), "left_out": left})
-
-
-def _folder(want: Wanted, cache: Path) -> Path:
-    return want.folder(cache) / "views" / view_key(want)
+        write_manifest(staging, {**made, "left_out": left})
 
 
 def _sides(store: Store, count: int, want: Wanted) -> Callable[[Ints], npt.NDArray[np.uint8]]:
@@ -327,45 +351,6 @@ def _sides(store: Store, count: int, want: Wanted) -> Callable[[Ints], npt.NDArr
         return np.where(pairs[:, 0], HELD, np.where(pairs[:, 1], NEITHER, TRAIN)).astype(np.uint8)
 
     return by_people
-
-
-class _Part:
-    """The files of one part of a view while they grow."""
-
-    def __init__(self, staging: Path, name: str, want: Wanted) -> None:
-        self.staging, self.name = staging, name
-        self.room = want.spec.sequence if want.spec.packing else None
-        self.rows = self.documents = 0
-        self.out: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> _Part:
-        for kind in ("documents", "lengths", "losses", *(("borders",) if self.room else ())):
-            self.out[kind] = (self.staging / f"{self.name}.{kind}").open("wb")
-        return self
-
-    def take(self, documents: Ints, lengths: npt.NDArray[np.int32], losses: Ints) -> None:
-        if not len(documents):
-            return
-        if self.room:
-            order, borders = pack(lengths, self.room)
-            self.out["borders"].write((self.documents + borders[:-1]).astype("<i8").tobytes())
-            documents = documents[order]
-            lengths = np.add.reduceat(lengths[order], borders[:-1])
-            losses = np.add.reduceat(losses[order], borders[:-1])
-        self.out["documents"].write(documents.astype("<i8").tobytes())
-        self.out["lengths"].write(lengths.astype("<i4").tobytes())
-        self.out["losses"].write(losses.astype("<i8").tobytes())
-        self.rows += len(lengths)
-        self.documents += len(documents)
-
-    def counts(self) -> dict[str, int]:
-        return {"rows": self.rows, "documents": self.documents}
-
-    def __exit__(self, *_: object) -> None:
-        if self.room:
-            self.out["borders"].write(np.asarray([self.documents], dtype="<i8").tobytes())
-        for file in self.out.values():
-            file.close()
 
 
 def pack(lengths: npt.NDArray[Any], room: int) -> tuple[Ints, Ints]:
@@ -396,27 +381,21 @@ def pack(lengths: npt.NDArray[Any], room: int) -> tuple[Ints, Ints]:
     return order, np.append(borders, len(order)).astype(np.int64)
 
 
-def open_view(want: Wanted, cache: Path) -> Split:
+def open_view(want: Wanted) -> Split:
     """Both parts, mapped."""
-    store, folder = open_store(want.folder(cache)), _folder(want, cache)
+    store, key = open_store(want.folder), view_key(want)
+    folder = want.folder / "views" / key
     values = read_manifest(folder)
-    tally = ReadCounts(cut=store.cut, skipped=store.skipped, left_out=values["left_out"])
-    parts = {
-        part: Samples(
-            rows=StoredRows(
-                store=store,
-                documents=map_needed_file(folder / f"{part}.documents", "<i8"),
-                borders=map_file(folder / f"{part}.borders", "<i8"),
-            ),
-            lengths=map_needed_file(folder / f"{part}.lengths", "<i4"),
-            loss_tokens=map_needed_file(folder / f"{part}.losses", "<i8"),
-            fingerprint=sha256(f"{want.key} {view_key(want)} {part}".encode()).hexdigest(),
+
+    def open_part(part: str) -> Samples:
+        found = map_columns(folder, f"{part}.{{}}", ("documents", "lengths", "losses"), ("borders",))
+        return Samples(
+            rows=StoredRows(store=store, documents=found["documents"], borders=found["borders"]),
+            lengths=found["lengths"],
+            loss_tokens=found["losses"],
+            fingerprint=sha256(f"{want.key} {key} {part}".encode()).hexdigest(),
             sequence=want.spec.sequence,
             packed=want.spec.packing,
-            documents=values[part]["documents"],
-            tally=tally,
         )
-        for part in ("train", "held")
-        if values[part]["rows"]
-    }
-    return Split(train=parts["train"], held=parts.get("held"))
+
+    return Split(train=open_part("train"), held=open_part("held") if values["held"]["rows"] else None)
