@@ -17,7 +17,7 @@ from tightfit.desk.request import Request, read_request
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.formats.target import Target
 from tightfit.formats.worker.read import WORKER_FILE
-from tightfit.hardware.occupancy import Occupancy
+from tightfit.hardware.machine import Occupancy
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
 from tightfit.planner import plan_within

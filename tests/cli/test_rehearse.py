@@ -17,7 +17,7 @@ import pytest
 import patience
 import warm_desk
 from tightfit.cli import main
-from tightfit.hardware.occupancy import Device
+from tightfit.hardware.machine import Device
 from tightfit.runs.records import WorkerFile, worker_file
 from tightfit.screen.rehearse import FigureRow, Rehearsal, verdict_words
 from tightfit.start.rehearse import choose_device, rehearsed

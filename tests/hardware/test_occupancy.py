@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.hardware.catalogue import GIB, MIB
-from tightfit.hardware.machine import free_ram
-from tightfit.hardware.occupancy import occupancy
+from tightfit.hardware.machine import free_ram, occupancy
 
 UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a0"
 

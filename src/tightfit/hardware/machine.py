@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from tightfit.hardware.catalogue import GIB
-from tightfit.hardware.probes import ask_tool
-from tightfit.hardware.probes.card import Answer, Card
+from tightfit.hardware.probes import ask_tool, name_process
+from tightfit.hardware.probes.card import Card, CardProcess, Cards
 from tightfit.hardware.words import parse_size, recognise
 from tightfit.messages import Listing, Message, Said
 from tightfit.types import Gpu, Hardware, HardwareError
@@ -49,23 +48,18 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     if sight is not None:
         devices, because = find_visible(sight, os.environ)
     if sight is not None and devices:
-        gpu, more = _find_least(devices, sight.tool)
+        gpu, more = _find_least(devices, sight.tools[0])
         tally = Listing((f"{count} × {name}" for name, count in Counter(map(name_of, sight.cards)).items()), "and")
-        because = (Message("machine.tool-shows", tool=sight.tool, cards=tally), *because, *more)
+        because = (Message("machine.tool-shows", tool=sight.tools[0], cards=tally), *because, *more)
         count = len(devices)
     else:
         gpu = Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2, fp16=fp16_here())
         count, because = 2, (*because, Message("machine.no-gpu-here", share=gpu.memory_bytes / GIB))
-    return Hardware(
-        gpu=gpu,
-        gpus_per_node=count,
-        host_ram_bytes=ram,
-        nvme_bytes=nvme_bytes,
-        because=(*because, *ram_because),
-    )
+    said: tuple[Said, ...] = (*because, *ram_because)
+    return Hardware(gpu=gpu, gpus_per_node=count, host_ram_bytes=ram, nvme_bytes=nvme_bytes, because=said)
 
 
-def look(*, whole: bool = False) -> tuple[Answer | None, tuple[Message, ...]]:
+def look(*, whole: bool = False) -> tuple[Cards | None, tuple[Message, ...]]:
     """What the first tool with an answer shows; else why those that are installed showed nothing.
 
     `whole`: with who is on the cards, and what is free there.
@@ -75,8 +69,7 @@ def look(*, whole: bool = False) -> tuple[Answer | None, tuple[Message, ...]]:
         answer = ask_tool(tool, time.monotonic() + _TIMEOUT_S, whole=whole)
         if answer.cards:
             return answer, ()
-        if answer.problem is not None:
-            problems.append(answer.problem)
+        problems += answer.problems
     return None, tuple(dict.fromkeys(problems))
 
 
@@ -157,7 +150,7 @@ def _find_least(devices: tuple[Card, ...], tool: str) -> tuple[Gpu, tuple[Messag
 # --- which of them a job would see --------------------------------------------------------------
 
 
-def visibility_variables(sight: Answer, env: Mapping[str, str]) -> list[str]:
+def visibility_variables(sight: Cards, env: Mapping[str, str]) -> list[str]:
     """The variables that choose among the cards, as CUDA or HIP would read them.
 
     ROCr filters first and HIP counts among what is left; HIP's own variable wins over CUDA's, which HIP reads as well.
@@ -167,7 +160,7 @@ def visibility_variables(sight: Answer, env: Mapping[str, str]) -> list[str]:
     return ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"]
 
 
-def find_visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tuple[Message, ...]]:
+def find_visible(sight: Cards, env: Mapping[str, str]) -> tuple[tuple[Card, ...], tuple[Message, ...]]:
     """The devices that the visibility variables leave."""
     devices, because = sight.cards, []
     for name in visibility_variables(sight, env):
@@ -192,12 +185,80 @@ def find_visible(sight: Answer, env: Mapping[str, str]) -> tuple[tuple[Card, ...
     return devices, tuple(because)
 
 
+# --- who holds their memory, and how much of it is free --------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU that a job started here may see."""
+
+    number: int
+    """As the maker's tool counts."""
+    word: str
+    """As the variable that chooses visible GPUs calls it."""
+    key: str
+    """A name that stays the same whoever looks."""
+    name: str
+    total_bytes: int | None
+    free_bytes: int | None
+    holders: tuple[CardProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occupancy:
+    """The GPUs of this machine that a job may see."""
+
+    variable: str
+    """The variable that chooses among them."""
+    chosen_by_user: bool
+    """The user has set that variable already."""
+    devices: tuple[Device, ...]
+    unplaced: tuple[CardProcess, ...] = ()
+    """Processes that hold memory of some GPU, and the tool does not say of which."""
+
+
+def occupancy() -> Occupancy:
+    """The GPUs, what is free on each, and who holds the rest; none, where there is no GPU."""
+    sight, _ = look(whole=True)
+    if sight is None:
+        return Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
+    variable = visibility_variables(sight, os.environ)[-1]
+    if variable not in os.environ and sight.cards[0].vendor != "nvidia":
+        variable = "HIP_VISIBLE_DEVICES"
+    words = list(dict.fromkeys(word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()))
+    devices = []
+    for position, card in enumerate(find_visible(sight, os.environ)[0]):
+        number = next(place for place, each in enumerate(sight.cards) if each is card)
+        devices.append(
+            Device(
+                number=number,
+                word=words[position] if position < len(words) else str(position),
+                key=card.uuid or f"{card.vendor}-{number}",
+                name=name_of(card),
+                total_bytes=card.total_bytes,
+                free_bytes=card.free_bytes,
+                holders=tuple(map(name_process, card.processes or ())),
+            )
+        )
+    return Occupancy(
+        variable=variable,
+        chosen_by_user=variable in os.environ,
+        devices=tuple(devices),
+        unplaced=tuple(map(name_process, sight.unplaced)),
+    )
+
+
 # --- host RAM -----------------------------------------------------------------------------------
 
 
 def ram_here(root: Path = Path("/")) -> tuple[int | None, tuple[Said, ...]]:
     """The RAM that a process here may use: the machine's, or its control group's if that is less."""
-    total = read_meminfo(root, "MemTotal") or _ask_system()
+    total = read_meminfo(root, "MemTotal")
+    if total is None:  # macOS, Windows, other Unix systems
+        import psutil
+
+        with suppress(OSError):
+            total = psutil.virtual_memory().total
     limit = min((limit for limit, _ in _memory_limits(root)), default=None)
     if limit is not None and (total is None or limit < total):
         return limit, (Message("machine.ram-of-group", size=limit / GIB),)
@@ -218,21 +279,6 @@ def read_meminfo(root: Path, name: str) -> int | None:
     """Bytes, by a name of /proc/meminfo."""
     match = re.search(rf"^{name}:\s+([0-9]+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
-
-
-def _ask_system() -> int | None:
-    """macOS, Windows, other Unix systems."""
-    if sys.platform == "win32":
-        import ctypes
-
-        kilobytes = ctypes.c_ulonglong(0)
-        if ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kilobytes)):
-            return kilobytes.value * 1024 or None
-        return None
-    with suppress(OSError, ValueError):
-        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return size if size > 0 else None
-    return None
 
 
 def _memory_limits(root: Path) -> list[tuple[int, int | None]]:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 _FIRST_PORT, _PORTS = 20_000, 20_000
 """A job's port is made from its number: all its nodes make the same, and two jobs seldom do."""
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmNode:
+class SlurmNode(NamedTuple):
     """This node among those of a job, under `srun` with one task a node."""
 
     rank: int
@@ -29,8 +30,7 @@ class SlurmNode:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmRank:
+class SlurmRank(NamedTuple):
     """This process among the ranks, under `srun` with one task a GPU."""
 
     rank: int
@@ -43,11 +43,11 @@ class SlurmRank:
 
 def slurm_node(env: Mapping[str, str]) -> SlurmNode | None:
     """This node's place; None: there is one node only, or no SLURM."""
-    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    nodes = _number(env, *_NODES)
     if nodes is None:
         return None
     in_step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID") is not None
-    tasks = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if in_step else None
+    tasks = _number(env, *_TASKS) if in_step else None
     if tasks is not None and tasks > nodes:
         raise ConfigError(Message("machine.too-many-tasks", tasks=tasks, nodes=nodes))
     if nodes == 1:
@@ -57,23 +57,17 @@ def slurm_node(env: Mapping[str, str]) -> SlurmNode | None:
     rank = _number(env, "SLURM_NODEID", "SLURM_PROCID")
     if rank is None:
         raise ConfigError(Message("machine.which-node"))
-    return SlurmNode(rank=rank, nodes=nodes, address=_address(env), port=_port(env))
+    return SlurmNode(rank, nodes, *_meeting(env))
 
 
 def slurm_rank(env: Mapping[str, str]) -> SlurmRank | None:
     """This process's place among the ranks; None: SLURM started no ranks."""
-    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, world = _number(env, "SLURM_PROCID"), _number(env, *_TASKS)
     if rank is None or world is None or world < 2:
         return None
-    nodes = _number(env, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
-    return SlurmRank(
-        rank=rank,
-        local_rank=_number(env, "SLURM_LOCALID") or 0,
-        world=world,
-        local_world=_number(env, "SLURM_NTASKS_PER_NODE") or world // nodes,
-        address=_address(env),
-        port=_port(env),
-    )
+    nodes = _number(env, *_NODES) or 1
+    local_world = _number(env, "SLURM_NTASKS_PER_NODE") or world // nodes
+    return SlurmRank(rank, _number(env, "SLURM_LOCALID") or 0, world, local_world, *_meeting(env))
 
 
 def has_its_own_gpu(env: Mapping[str, str], local_rank: int) -> bool:
@@ -95,19 +89,15 @@ def first_host(nodes: str) -> str:
     return found[1] + (found[2] or "") + (found[3] or "")
 
 
-def _address(env: Mapping[str, str]) -> str:
+def _meeting(env: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port at which the ranks meet."""
+    port = _number(env, "MASTER_PORT") or _FIRST_PORT + (_number(env, "SLURM_JOB_ID") or 0) % _PORTS
     if "MASTER_ADDR" in env:
-        return env["MASTER_ADDR"]
-    return first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
-
-
-def _port(env: Mapping[str, str]) -> int:
-    return _number(env, "MASTER_PORT") or _FIRST_PORT + (_number(env, "SLURM_JOB_ID") or 0) % _PORTS
+        return env["MASTER_ADDR"], port
+    return first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""), port
 
 
 def _number(env: Mapping[str, str], *names: str) -> int | None:
     """The first of these variables that holds a number."""
-    for name in names:
-        if re.fullmatch("[0-9]{1,12}", env.get(name, "")):
-            return int(env[name])
-    return None
+    numbers = (int(env[name]) for name in names if re.fullmatch("[0-9]{1,12}", env.get(name, "")))
+    return next(numbers, None)

@@ -66,7 +66,7 @@ def parse_hardware(word: str, host_ram: str | None = None, nvme: str | None = No
     counts, card_word = _split(_plain(word))
     if any(len(count) > 9 for count in counts):
         raise HardwareError(Message("machine.too-many-gpus", word=_quote(word)))
-    nodes, gpus = ([1, 1] + [int(count) for count in counts])[-2:]
+    nodes, gpus = [1, 1, *map(int, counts)][-2:]
     card, gpu, because = _read_card(card_word)
     if card is not None and card.devices > 1:
         each, cards = round(card.gpu.memory_bytes / GIB), gpus
@@ -113,14 +113,12 @@ def recognise(name: str, memory_bytes: int | None) -> tuple[Gpu | None, Message 
     if not cards:
         return None, None
     if memory_bytes is None:
-        sizes = {card.gpu.memory_bytes for card in cards}
-        return (cards[0].gpu, None) if len(sizes) == 1 else (None, None)
+        return (cards[0].gpu if len({card.gpu.memory_bytes for card in cards}) == 1 else None), None
     card = min(cards, key=lambda card: abs(card.gpu.memory_bytes - memory_bytes))
-    sold, reported = card.gpu.memory_bytes, memory_bytes
-    gpu = replace(card.gpu, memory_bytes=reported)
-    if abs(sold - reported) > 0.12 * sold:
-        return gpu, Message("machine.odd-size", card=card.family, sold=sold / GIB, reported=reported / GIB)
-    return gpu, None
+    sold, said = card.gpu.memory_bytes, None
+    if abs(sold - memory_bytes) > 0.12 * sold:
+        said = Message("machine.odd-size", card=card.family, sold=sold / GIB, reported=memory_bytes / GIB)
+    return replace(card.gpu, memory_bytes=memory_bytes), said
 
 
 # --- the counts ---------------------------------------------------------------------------------
@@ -132,9 +130,8 @@ def _split(word: str) -> tuple[list[str], str]:
     while len(splits) <= 2 and (match := _COUNT.match(splits[-1][1])):
         counts, rest = splits[-1]
         splits.append(([*counts, match[1]], rest[match.end() :]))
-    for counts, rest in splits:
-        if rest and _is_card(rest):
-            return counts, rest
+    if found := next((split for split in splits if split[1] and _is_card(split[1])), None):
+        return found
     if (match := _COUNT_BEHIND.fullmatch(word)) and _is_card(match[1]):
         return [match[2]], match[1]
     if _COUNT.match(splits[-1][1]):
@@ -156,26 +153,20 @@ def _read_card(word: str) -> tuple[CatalogueCard | None, Gpu, tuple[Said, ...]]:
     if not cards:
         raise HardwareError(_explain_unknown(word, name))
     family = cards[0].family
-    sizes: dict[int, Said] = {
-        card.size_gib: f"{card.size_gib}GB" for card in sorted(cards, key=lambda card: card.size_gib)
-    } | {
-        card.size_gib: Message("machine.whole-card", size=card.size_gib, gpus=card.devices)
-        for card in cards
-        if card.devices > 1
-    }
-    spelt = family.replace(" ", "")
-    if name.size_gib is not None:
-        cards = [card for card in cards if card.size_gib == name.size_gib]
-        if not cards:
-            size = f"{name.size_gib:g}"
-            raise HardwareError(
-                Message("machine.no-such-size", card=family, sizes=Listing(sizes.values(), "or"), size=size)
-            )
-    elif len(sizes) > 1:
-        example = f"{spelt}-{max(sizes)}GB"
-        raise HardwareError(
-            Message("machine.several-sizes", card=family, sizes=Listing(sizes.values(), "or"), example=example)
-        )
+    spelt, devices = family.replace(" ", ""), {card.size_gib: card.devices for card in cards}
+    sizes = Listing(
+        (
+            f"{size}GB" if devices[size] == 1 else Message("machine.whole-card", size=size, gpus=devices[size])
+            for size in sorted(devices)
+        ),
+        "or",
+    )
+    cards = [card for card in cards if name.size_gib in (None, card.size_gib)]
+    if not cards:
+        raise HardwareError(Message("machine.no-such-size", card=family, sizes=sizes, size=f"{name.size_gib:g}"))
+    if name.size_gib is None and len(devices) > 1:
+        example = f"{spelt}-{max(devices)}GB"
+        raise HardwareError(Message("machine.several-sizes", card=family, sizes=sizes, example=example))
     first, others = cards[0], sorted({card.form for card in cards[1:]} - {cards[0].form})
     if name.form is not None or not others:
         return first, first.gpu, ()
@@ -190,13 +181,11 @@ def _explain_unknown(word: str, name: _Name) -> Message:
         return Message("machine.no-card-in-word", word=_quote(word))
     if word.lstrip().startswith("-"):
         return Message("machine.minus", word=_quote(word))
-    families = _families()
-    if name.key in families:
-        cards = families[name.key]
+    if cards := _families().get(name.key):
         forms = Choice(dict.fromkeys(card.form for card in cards))
         return Message("machine.no-such-form", card=cards[0].family, forms=forms, form=name.form)
-    close = get_close_matches(name.key, families, n=6, cutoff=0.6)
-    names = list(dict.fromkeys(families[key][0].family for key in close))[:3]
+    close = get_close_matches(name.key, _families(), n=6, cutoff=0.6)
+    names = list(dict.fromkeys(_families()[key][0].family for key in close))[:3]
     if not names:
         return Message("machine.unknown-card", word=_quote(word), fix=Message("machine.see-gpus"))
     return Message("machine.unknown-card-near", word=_quote(word), names=Choice(names))
@@ -251,12 +240,7 @@ def _take_apart(word: str) -> _Name:
 
 def _find_cards(name: _Name) -> list[CatalogueCard]:
     """The cards of that name and form, whatever their size."""
-    cards = _families().get(name.key, [])
-    if name.form is None:
-        return cards
-    if all(not card.form for card in cards):
-        return cards
-    return [card for card in cards if card.form == name.form]
+    return [card for card in _families().get(name.key, []) if name.form in (None, card.form) or not card.form]
 
 
 def _words(text: str) -> list[str]:

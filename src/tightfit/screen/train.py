@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tightfit.diagnose.verdict import Verdict
-from tightfit.hardware.occupancy import Occupancy
+from tightfit.hardware.machine import Occupancy
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.messages import Listing, Message, bare, end_sentence, text
 from tightfit.planner.plan import Plan

@@ -13,7 +13,7 @@ from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.plan_folder import write
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.catalogue import native_bf16
-from tightfit.hardware.occupancy import occupancy
+from tightfit.hardware.machine import occupancy
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.messages import Listing, Message, Said, text
 from tightfit.planner import plan_within

@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any, TypeVar
 
-from tightfit.hardware.occupancy import Device, Occupancy, occupancy
+from tightfit.hardware.machine import Device, Occupancy, occupancy
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
 from tightfit.messages import Message, Said, text

@@ -13,7 +13,7 @@ from tightfit.desk.plan_files import startable_of, way_out
 from tightfit.desk.plan_request import resolve_request
 from tightfit.desk.request import Request
 from tightfit.formats.worker.read import WORKER_FILE, parse_worker
-from tightfit.hardware.occupancy import Device, occupancy
+from tightfit.hardware.machine import Device, occupancy
 from tightfit.hardware.words import parse_size
 from tightfit.inputs.records import json_text
 from tightfit.job import Job

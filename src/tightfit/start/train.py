@@ -17,8 +17,7 @@ from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import Request
 from tightfit.formats.worker.read import WORKER_FILE, find_worker, parse_worker
 from tightfit.formats.worker.write import seeded, without_data
-from tightfit.hardware.machine import this_machine
-from tightfit.hardware.occupancy import Device, Occupancy, occupancy
+from tightfit.hardware.machine import Device, Occupancy, occupancy, this_machine
 from tightfit.hardware.slurm import slurm_node
 from tightfit.inputs.flags import LEVERS, TRAINING, flags_from_levers, levers_as_written
 from tightfit.inputs.surroundings import inherited, is_installed

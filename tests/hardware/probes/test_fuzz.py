@@ -50,9 +50,9 @@ SHAPES: dict[str, tuple[Parser, str]] = {
     "AMD_STATIC": (_amd_named, recorded.AMD_STATIC),
     "AMD_PROCESS": (_amd_named, recorded.AMD_PROCESS),
     "NVIDIA_ROWS": (_nvidia, recorded.NVIDIA_ROWS),
-    "NVML": (lambda text: parse_library("NVML", text).cards, recorded.NVML),
-    "TORCH": (lambda text: parse_library("torch", text).cards, recorded.TORCH),
-    "TORCH_DTK": (lambda text: parse_library("torch", text).cards, recorded.TORCH_DTK),
+    "NVML": (lambda text: parse_library(text).cards, recorded.NVML),
+    "TORCH": (lambda text: parse_library(text).cards, recorded.TORCH),
+    "TORCH_DTK": (lambda text: parse_library(text).cards, recorded.TORCH_DTK),
 }
 NUMBERS = [
     field.name

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import recorded
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, complete_sizes, together
+from tightfit.hardware.probes.card import Card, CardProcess, Cards, complete_sizes, together
 from tightfit.hardware.probes.libraries import parse_library
 from tightfit.hardware.probes.nvidia import FIELDS, parse_apps, parse_cards, parse_links, parse_runtime
 from tightfit.hardware.probes.readings import GIB, MIB, pci_address
@@ -63,21 +65,21 @@ def test_links() -> None:
 
 
 def test_nvml() -> None:
-    answer = parse_library("NVML", recorded.NVML)
+    answer = parse_library(recorded.NVML)
     (card,) = answer.cards
     assert (card.pci, card.arch, card.power_w) == ("0000:1b:00.0", "sm_90", 76.2)
     assert card.processes == (CardProcess(pid=4711, held_bytes=5), CardProcess(pid=4712, held_bytes=None))
     assert answer.driver is not None
     assert (answer.driver.version, answer.driver.runtime) == ("570.124.06", "12.8")
-    assert parse_library("NVML", "Traceback").cards == ()
+    assert parse_library("Traceback").cards == ()
 
 
 def test_torch_as_the_last_resort() -> None:
-    (card,) = parse_library("torch", recorded.TORCH).cards
+    (card,) = parse_library(recorded.TORCH).cards
     assert (card.vendor, card.total_bytes, card.free_bytes) == ("nvidia", 150754820096, 4096)
-    (card,) = parse_library("torch", recorded.TORCH_DTK).cards
+    (card,) = parse_library(recorded.TORCH_DTK).cards
     assert (card.vendor, card.arch, card.free_bytes, card.used_bytes) == ("hygon", "gfx928", None, None)
-    assert parse_library("torch", '{"cards": [{"index": true}]}').cards == ()
+    assert parse_library('{"cards": [{"index": true}]}').cards == ()
 
 
 # --- one list -----------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ def test_torch_as_the_last_resort() -> None:
 
 def test_two_tools_show_the_same_cards_once() -> None:
     rows, _ = parse_cards(recorded.NVIDIA_ROWS)
-    found = together([parse_library("NVML", recorded.NVML), Answer(tool="nvidia-smi", cards=rows)])
+    found = together([replace(parse_library(recorded.NVML), tools=("NVML",)), Cards(tools=("nvidia-smi",), cards=rows)])
     assert [card.pci for card in found.cards] == ["0000:1b:00.0", "0000:43:00.0", "0000:52:00.0"]
     assert found.cards[0].used_bytes == 4194304, "NVML was asked first"
     assert found.tools == ("NVML", "nvidia-smi")
@@ -93,29 +95,29 @@ def test_two_tools_show_the_same_cards_once() -> None:
 
 def test_hy_smi_and_rocm_smi_list_the_same_cards() -> None:
     hygon = parse_smi(recorded.HY_JSON, "hygon")
-    twice = together([Answer(tool="hy-smi", cards=hygon), Answer(tool="rocm-smi", cards=hygon)])
+    twice = together([Cards(cards=hygon), Cards(cards=hygon)])
     assert twice.cards == hygon
     nameless = parse_smi(recorded.HY_OLDER, "hygon")
-    assert together([Answer(tool="hy-smi", cards=nameless), Answer(tool="rocm-smi", cards=hygon)]).cards == nameless
+    assert together([Cards(cards=nameless), Cards(cards=hygon)]).cards == nameless
 
 
 def test_cards_of_two_makers_stand_beside_each_other() -> None:
     nvidia, _ = parse_cards(recorded.NVIDIA_ROWS)
     amd = parse_smi(recorded.ROCM_JSON, "amd")
-    assert len(together([Answer(tool="nvidia-smi", cards=nvidia), Answer(tool="rocm-smi", cards=amd)]).cards) == 4
+    assert len(together([Cards(cards=nvidia), Cards(cards=amd)]).cards) == 4
 
 
 def test_a_later_tool_fills_in_what_an_earlier_one_left_open() -> None:
     first = Card(index=0, vendor="amd", pci="0000:01:00.0", use_percent=5)
     second = Card(index=7, vendor="amd", pci="0000:01:00.0", use_percent=9, total_bytes=GIB, used_bytes=MIB)
-    (card,) = together([Answer(tool="a", cards=(first,)), Answer(tool="b", cards=(complete_sizes(second),))]).cards
+    (card,) = together([Cards(cards=(first,)), Cards(cards=(complete_sizes(second),))]).cards
     assert (card.index, card.use_percent, card.total_bytes, card.free_bytes) == (0, 5, GIB, GIB - MIB)
 
 
 def test_processes_without_a_card_are_listed_once() -> None:
     loose, placed = CardProcess(pid=5), CardProcess(pid=6)
     card = Card(index=0, vendor="amd", processes=(placed,))
-    found = together([Answer(tool="a", cards=(card,), unplaced=(loose, placed)), Answer(tool="b", problem="b failed.")])
+    found = together([Cards(cards=(card,), unplaced=(loose, placed)), Cards(problems=("b failed.",))])
     assert found.unplaced == (loose,)
     assert found.problems == ("b failed.",)
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from tightfit.hardware.probes import nvidia, rocm_smi
 from tightfit.hardware.probes.amd_smi import amd_smi
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, Cards, together
+from tightfit.hardware.probes.card import Card, CardProcess, Cards, together
 from tightfit.hardware.probes.libraries import nvml, torch_cards
 from tightfit.hardware.probes.tools import HungTool, Silent, ask_by, place_of
 
 PATIENCE_S = 6.0
 """For all questions to one tool."""
-TOOLS: Mapping[str, Callable[[float, bool], Answer]] = {
+TOOLS: Mapping[str, Callable[[float, bool], Cards]] = {
     "NVML": nvml,
     "nvidia-smi": nvidia.nvidia_smi,
     "hy-smi": partial(rocm_smi.probe, "hy-smi", "hygon"),
@@ -32,12 +33,12 @@ _LONGEST = 60
 """Characters of a command that tell it from others."""
 
 
-def ask_tool(tool: str, deadline: float, *, whole: bool = True) -> Answer:
+def ask_tool(tool: str, deadline: float, *, whole: bool = True) -> Cards:
     """What one tool says, by `deadline` of the monotonic clock; not `whole`: only which cards there are."""
     try:
-        return TOOLS[tool](deadline, whole)
+        return replace(TOOLS[tool](deadline, whole), tools=(tool,))
     except Silent as silence:
-        return Answer(tool=tool, problem=silence.said, hung=isinstance(silence, HungTool))
+        return Cards(problems=tuple(filter(None, [silence.said])), hung=isinstance(silence, HungTool))
 
 
 def probe_cards(patience_s: float = PATIENCE_S, *, ask_torch_until: float | None = None) -> Cards:
@@ -88,15 +89,8 @@ def name_process(process: CardProcess) -> CardProcess:
 
 def probe_links(deadline: float) -> tuple[nvidia.Link, ...]:
     """How the cards reach each other, by the first of these tools that is installed."""
-    questions = {
-        "nvidia-smi": nvidia.TOPOLOGY,
-        "hy-smi": rocm_smi.TOPOLOGY,
-        "rocm-smi": rocm_smi.TOPOLOGY,
-    }
-    tool = next((tool for tool in questions if place_of(tool) is not None), None)
-    if tool is None:
-        return ()
-    try:
-        return nvidia.parse_links(ask_by(deadline, tool, *questions[tool]))
-    except Silent:
-        return ()
+    questions = {"nvidia-smi": nvidia.TOPOLOGY, "hy-smi": rocm_smi.TOPOLOGY, "rocm-smi": rocm_smi.TOPOLOGY}
+    tool = next(filter(place_of, questions), None)
+    with suppress(Silent):
+        return nvidia.parse_links(ask_by(deadline, tool, *questions[tool])) if tool else ()
+    return ()

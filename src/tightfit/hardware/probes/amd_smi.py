@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, read_card
+from tightfit.hardware.probes.card import Card, CardProcess, Cards, read_card
 from tightfit.hardware.probes.readings import (
     MOST_CARDS,
     card_index,
@@ -32,7 +32,7 @@ _PAIR = re.compile(r"(\s*)([A-Za-z0-9_ ]+?)\s*:\s*(.*?)\s*")
 Tree = Mapping[str, object]
 
 
-def amd_smi(deadline: float, whole: bool) -> Answer:
+def amd_smi(deadline: float, whole: bool) -> Cards:
     """What `amd-smi` says; not `whole`: without who is on the cards."""
     texts = [ask_by(deadline, "amd-smi", "metric", "--json")]
     if not parse_cards(*texts):
@@ -42,7 +42,7 @@ def amd_smi(deadline: float, whole: bool) -> Answer:
     for question in (("static", "--asic", "--bus"), ("list",), ("process",))[: 3 if whole else 1]:
         with suppress(Silent):
             texts.append(ask_by(deadline, "amd-smi", *question, "--json"))
-    return Answer(tool="amd-smi", cards=parse_cards(*texts))
+    return Cards(cards=parse_cards(*texts))
 
 
 def parse_cards(*texts: str) -> tuple[Card, ...]:

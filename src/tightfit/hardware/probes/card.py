@@ -70,30 +70,19 @@ class Driver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What one tool says."""
+class Cards:
+    """What a tool says, or all tools together."""
 
-    tool: str
     cards: tuple[Card, ...] = ()
     unplaced: tuple[CardProcess, ...] = ()
     """Processes on some card, nobody says which."""
     driver: Driver | None = None
-    problem: Message | None = None
-    """Why it is there and shows no card. None with no cards: it is not installed."""
+    tools: tuple[str, ...] = ()
+    """Who was asked; of several, who showed a card."""
+    problems: tuple[Message, ...] = ()
+    """Why a tool that is installed shows no card."""
     hung: bool = False
     """It did not answer in time, and whoever asks the same driver may not either."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cards:
-    """What all tools say together."""
-
-    cards: tuple[Card, ...] = ()
-    unplaced: tuple[CardProcess, ...] = ()
-    driver: Driver | None = None
-    tools: tuple[str, ...] = ()
-    """The tools that showed a card."""
-    problems: tuple[Message, ...] = ()
 
 
 def read_card(index: int, vendor: Vendor, told: Mapping[str, object], unit: str = "B") -> Card:
@@ -122,7 +111,7 @@ def complete_sizes(card: Card) -> Card:
     return replace(card, used_bytes=used, free_bytes=free)
 
 
-def together(answers: Iterable[Answer]) -> Cards:
+def together(answers: Iterable[Cards]) -> Cards:
     """One list of all answers, those given first believed first.
 
     Tools of one maker list the same cards: a card is known by its PCI address, and what an earlier tool left open is
@@ -155,6 +144,6 @@ def together(answers: Iterable[Answer]) -> Cards:
         cards=tuple(found),
         unplaced=tuple(process for pid, process in sorted(loose.items()) if pid not in placed),
         driver=next((answer.driver for answer in answers if answer.driver is not None), None),
-        tools=tuple(dict.fromkeys(answer.tool for answer in showing)),
-        problems=tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem is not None)),
+        tools=tuple(dict.fromkeys(tool for answer in showing for tool in answer.tools)),
+        problems=tuple(dict.fromkeys(problem for answer in answers for problem in answer.problems)),
     )

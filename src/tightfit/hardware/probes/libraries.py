@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, read_card
+from tightfit.hardware.probes.card import Card, CardProcess, Cards, Driver, read_card
 from tightfit.hardware.probes.readings import card_index, find_json, process_id, total, words
 from tightfit.hardware.probes.tools import HungTool, Silent, run
 from tightfit.messages import Message
@@ -39,37 +39,37 @@ print(json.dumps({"hip": torch.version.hip, "cards": cards}))
 """
 
 
-def nvml(deadline: float, whole: bool) -> Answer:
+def nvml(deadline: float, whole: bool) -> Cards:
     """What NVML says; nothing, where nvidia-ml-py is not installed or finds no driver. It tells all at once."""
     left = deadline - time.monotonic()
     try:
-        if left <= 0 or find_spec("pynvml") is None:
-            return Answer(tool="NVML")
-        return parse_library("NVML", run("NVML", [sys.executable, str(_NVML)], timeout_s=left))
+        if left > 0 and find_spec("pynvml") is not None:
+            return parse_library(run("NVML", [sys.executable, str(_NVML)], timeout_s=left))
     except HungTool:
         raise
     except (Silent, ImportError, ValueError):
-        return Answer(tool="NVML")
+        pass
+    return Cards()
 
 
-def torch_cards(deadline: float) -> Answer:
+def torch_cards(deadline: float) -> Cards:
     """What torch says, by `deadline` of the monotonic clock."""
     left = deadline - time.monotonic()
     if left <= 0:
-        return Answer(tool="torch")
+        return Cards()
     try:
-        return parse_library("torch", run("torch", [sys.executable, "-c", _TORCH], timeout_s=left))
+        return replace(parse_library(run("torch", [sys.executable, "-c", _TORCH], timeout_s=left)), tools=("torch",))
     except HungTool:
-        return Answer(tool="torch", problem=Message("machine.torch-too-slow"))
+        return Cards(problems=(Message("machine.torch-too-slow"),))
     except Silent as silence:
-        return Answer(tool="torch", problem=silence.said)
+        return Cards(problems=tuple(filter(None, [silence.said])))
 
 
-def parse_library(tool: str, text: str) -> Answer:
-    """What either process prints, as an answer; no cards in garbage."""
+def parse_library(text: str) -> Cards:
+    """What either process prints; no cards in garbage."""
     tree = find_json(text)
     if not isinstance(tree, dict) or not isinstance(tree.get("cards"), list):
-        return Answer(tool=tool)
+        return Cards()
     is_hip = isinstance(tree.get("hip"), str)
     cards: dict[int, Card] = {}
     for told in tree["cards"]:
@@ -90,4 +90,4 @@ def parse_library(tool: str, text: str) -> Answer:
         raw = tree.get("cuda")
         runtime = f"{raw // 1000}.{raw % 1000 // 10}" if isinstance(raw, int) and 1000 <= raw < 100_000 else None
         driver = Driver(version=words(tree["driver"]), runtime=runtime)
-    return Answer(tool=tool, cards=tuple(cards[index] for index in sorted(cards)), driver=driver)
+    return Cards(cards=tuple(cards[index] for index in sorted(cards)), driver=driver)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, Driver, read_card
+from tightfit.hardware.probes.card import Card, CardProcess, Cards, Driver, read_card
 from tightfit.hardware.probes.readings import process_id, split_lines, total, words
 from tightfit.hardware.probes.tools import Silent, ask_by, place_of
 from tightfit.messages import Message
@@ -41,7 +41,7 @@ Link = tuple[str, str, str]
 """Two cards, and the tool's word for the way between them."""
 
 
-def nvidia_smi(deadline: float, whole: bool) -> Answer:
+def nvidia_smi(deadline: float, whole: bool) -> Cards:
     """What `nvidia-smi` says; not `whole`: which cards there are, in one question."""
     asked = FIELDS if whole else _NAMES
     for _ in range(_MOST_REFUSALS):
@@ -59,7 +59,7 @@ def nvidia_smi(deadline: float, whole: bool) -> Answer:
     if not cards:
         raise Silent(Message("machine.tool-without-cards", tool="nvidia-smi"))
     if not whole:
-        return Answer(tool="nvidia-smi", cards=cards)
+        return Cards(cards=cards)
     runtime = None
     with suppress(Silent):
         apps = processes(deadline)
@@ -67,7 +67,7 @@ def nvidia_smi(deadline: float, whole: bool) -> Answer:
             replace(card, processes=tuple(each for uuid, each in apps if uuid == card.uuid)) for card in cards
         )
         runtime = parse_runtime(ask_by(deadline, "nvidia-smi"))
-    return Answer(tool="nvidia-smi", cards=cards, driver=Driver(version=version, runtime=runtime))
+    return Cards(cards=cards, driver=Driver(version=version, runtime=runtime))
 
 
 def processes(deadline: float) -> tuple[tuple[str, CardProcess], ...]:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tightfit.hardware.probes.card import Answer, Card, CardProcess, read_card
+from tightfit.hardware.probes.card import Card, CardProcess, Cards, read_card
 from tightfit.hardware.probes.readings import (
     MOST_CARDS,
     celsius,
@@ -49,7 +49,7 @@ Rows = dict[int, dict[str, object]]
 """Number of a card → its keys, in lower case, and their values as they stand there."""
 
 
-def probe(tool: str, vendor: Vendor, deadline: float, whole: bool) -> Answer:
+def probe(tool: str, vendor: Vendor, deadline: float, whole: bool) -> Cards:
     """The cards, and if `whole` who is on them."""
     problem: Message | None = None
     for question in _QUESTIONS:
@@ -70,7 +70,7 @@ def probe(tool: str, vendor: Vendor, deadline: float, whole: bool) -> Answer:
     except Silent:
         processes = None
     if processes is None:
-        return Answer(tool=tool, cards=cards)
+        return Cards(cards=cards)
     # A process whose card is not told belongs to the only one, or to nobody knows which.
     placed = []
     for card in cards:
@@ -82,7 +82,7 @@ def probe(tool: str, vendor: Vendor, deadline: float, whole: bool) -> Answer:
         placed.append(replace(card, processes=tuple(own) if own or not processes else None))
     held = {process.pid for card in placed for process in card.processes or ()}
     loose = tuple(each for each, _ in processes if each.pid not in held)
-    return Answer(tool=tool, cards=tuple(placed), unplaced=loose)
+    return Cards(cards=tuple(placed), unplaced=loose)
 
 
 # --- what the keys mean, in the spellings of all the releases that we know ----------------------

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from tightfit.hardware.occupancy import occupancy
+from tightfit.hardware.machine import occupancy
 from tightfit.inputs.surroundings import inherited
 from tightfit.messages import Message
 from tightfit.owned import open_own
