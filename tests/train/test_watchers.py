@@ -29,6 +29,7 @@ STEP: dict[str, Any] = {
 }
 LATER = {**STEP, "step": 4, "loss": 2.25}
 EVALUATION = {"step": 3, "loss": 2.0, "perplexity": math.exp(2.0), "samples": 7}
+TOLD = [("step", STEP), ("step", LATER), ("eval", EVALUATION)]
 FACTS = {"model": "tiny_llama", "engine": "zero2", "world": 2}
 
 FAKE_WANDB = """
@@ -53,8 +54,8 @@ def init(**settings):
 
 def test_nothing_asked_does_nothing(tmp_path: Path) -> None:
     watcher = watchers(tmp_path, False, False, FACTS)
-    watcher.step({})
-    watcher.evaluation({})
+    watcher.tell("step", {})
+    watcher.tell("eval", {})
     watcher.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -67,7 +68,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     write = (
         "import sys; from pathlib import Path; from tightfit.train.watchers import watchers\n"
         f"watcher = watchers(Path(sys.argv[1]), True, False, {FACTS!r})\n"
-        f"watcher.step({STEP!r}); watcher.step({LATER!r}); watcher.evaluation({EVALUATION!r}); watcher.close()\n"
+        f"for what, of in {TOLD!r}: watcher.tell(what, of)\nwatcher.close()\n"
     )
     read = (
         "import json, sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
@@ -111,8 +112,8 @@ def fake_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 def test_wandb_gets_every_step(fake_wandb: Path) -> None:
     watcher = watchers(fake_wandb, False, True, FACTS)
-    watcher.step(STEP)
-    watcher.evaluation(EVALUATION)
+    watcher.tell("step", STEP)
+    watcher.tell("eval", EVALUATION)
     watcher.close()
     watcher.close()
     begun, step, evaluation, ended = map(json.loads, (fake_wandb / "wandb.jsonl").read_text().splitlines())
@@ -142,7 +143,7 @@ def test_the_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     script = (
         "import sys; from pathlib import Path; from tightfit.train.watchers import watchers\n"
         f"watcher = watchers(Path(sys.argv[1]), False, True, {FACTS!r})\n"
-        f"watcher.step({STEP!r}); watcher.evaluation({EVALUATION!r}); watcher.close()\n"
+        f"for what, of in {TOLD!r}: watcher.tell(what, of)\nwatcher.close()\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -113,7 +113,7 @@ def test_nothing_of_a_micro_batch_is_there_beside_the_next() -> None:
     loop = SimpleNamespace(
         engine=SimpleNamespace(forward=forward, backward=lambda loss, last: loss.backward(), model=None),
         windows=SimpleNamespace(inputs=lambda window: ({"input_ids": torch.ones(1, 2)} for _ in window.micro_batches)),
-        supervised=SimpleNamespace(heartbeat=SimpleNamespace(at=lambda *words: None)),
+        events=SimpleNamespace(heartbeat=SimpleNamespace(at=lambda *words: None)),
         place=SimpleNamespace(device="cpu"),
     )
     window = SimpleNamespace(micro_batches=range(3), divisor=2.0)

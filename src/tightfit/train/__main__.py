@@ -68,8 +68,12 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", default="auto", help=text("train.help-resume"))
     parser.add_argument("--resume-anyway", action="store_true", help=text("train.help-resume-anyway"))
     parser.add_argument("--trust-pickle", action="store_true", help=text("train.help-trust-pickle"))
-    parser.add_argument("--skip-steps", default="", help=text("train.help-skip-steps"))
+    parser.add_argument("--skip-steps", type=_read_steps, default="", help=text("train.help-skip-steps"))
     return parser.parse_args(argv)
+
+
+def _read_steps(words: str) -> frozenset[int]:
+    return frozenset(int(word) for word in words.split(",") if word)
 
 
 def _work(argv: Sequence[str]) -> NoReturn:
@@ -91,7 +95,7 @@ def _work(argv: Sequence[str]) -> NoReturn:
     from tightfit.runs.records import USERS, write_last_words
     from tightfit.train.config import Options, read_worker_config
     from tightfit.train.distress import is_disk_full, last_words
-    from tightfit.train.events import RankHeartbeat, Supervised
+    from tightfit.train.events import RankHeartbeat
 
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     folder, heartbeat = None, RankHeartbeat()
@@ -109,9 +113,7 @@ def _work(argv: Sequence[str]) -> NoReturn:
         if named := os.environ.get(FAULTS):
             faults = import_module("injected_faults").read_faults(named, folder, place.rank)
         heartbeat = RankHeartbeat(beats, faults)
-        skips = frozenset(int(word) for word in args.skip_steps.split(",") if word)
-        supervised = Supervised(heartbeat=heartbeat, skips=skips)
-        ending = run(config, options, place, cache_folder(), stop, supervised)
+        ending = run(config, options, place, cache_folder(), stop, heartbeat)
         stop.deaf()
         leave(CODES[ending])
     except BaseException as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tightfit.formats.worker.read import read_worker
 from tightfit.inputs.flags import levers_as_written
@@ -23,8 +23,6 @@ Milestone = Literal["init", "forward", "backward", "step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """What to build, and where its weights come from."""
-
     name: str
     config: Mapping[str, Any] | None
     """A Hugging Face config; None: the one that lies beside the weights."""
@@ -47,8 +45,6 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """The numbers of the optimizer and its schedule."""
-
     learning_rate: float
     schedule: str
     warmup: float
@@ -70,8 +66,6 @@ class AdapterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingOrders:
-    """When a checkpoint is written, and which stay."""
-
     every_steps: int | None
     every_minutes: float | None
     keep_last: int
@@ -86,7 +80,6 @@ class Prediction:
     phases: Mapping[PhaseName, int]
     milestones: Mapping[str, int]
     peak_bytes: int
-    init_peak_bytes: int
     limit_bytes: int
     host_bytes_per_rank: int
     nvme_bytes_per_node: int
@@ -110,9 +103,9 @@ class WorkerConfig:
     evaluation_split: float
     evaluation_steps: int | None
     folder: Path
-    """The run's folder."""
+    """Of the run."""
     plan: Path
-    """The folder of the plan, where this file lies."""
+    """The folder where this file lies."""
     saving: SavingOrders
     logging_steps: int | None
     """Steps between two lines of the log; None: time decides."""
@@ -122,30 +115,33 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a start adds to the file."""
+    """What a start adds to the file; the help of the worker's command line says more."""
 
     probe: bool = True
-    """Prove the plan on the largest batch before the first step."""
     rehearse: bool = False
-    """Pose as rank 0 of the plan's ranks, on one GPU."""
     cap_bytes: int | None = None
-    """Use no more of the card than this."""
     rehearse_steps: int = 3
     tensorboard: bool = False
     wandb: bool = False
     resume: str = "auto"
-    """Which checkpoint to go on from: auto is the newest whole one, none is a fresh start; or a folder."""
     resume_anyway: bool = False
-    """Go on even if the checkpoint is of another job."""
     trust_pickle: bool = False
-    """Open a checkpoint of another program that cannot be read safely."""
+    skip_steps: frozenset[int] = frozenset()
+    """From 1."""
+
+
+T = TypeVar("T")
+
+
+def _pick(kind: type[T], fields: Mapping[str, Any]) -> T:
+    return kind(**{name: fields[name] for name in kind.__slots__})  # type: ignore[attr-defined]
 
 
 def read_worker_config(path: Path) -> WorkerConfig:
     """The file, or one sentence about what is wrong with it."""
     tree = read_worker(path)
     try:
-        lora, world, gpu, host = tree["lora"], tree["world"], tree["predicted"]["gpu"], tree["predicted"]["host"]
+        gpu, host = tree["predicted"]["gpu"], tree["predicted"]["host"]
         deepspeed: Mapping[str, Any] | None = None
         if tree["deepspeed"] is not None:
             file = path.parent / tree["deepspeed"]
@@ -154,10 +150,10 @@ def read_worker_config(path: Path) -> WorkerConfig:
             except (OSError, ValueError) as error:
                 raise ConfigError(Message("train.plan-unreadable", path=file, why=error)) from None
         return WorkerConfig(
-            model=ModelSource(**{key: tree["model"][key] for key in ModelSource.__slots__}),
+            model=_pick(ModelSource, tree["model"]),
             levers=levers_as_written(tree),
-            adapters=None if lora is None else AdapterSettings(alpha=lora["alpha"], dropout=lora["dropout"]),
-            world=World(**{key: world[key] for key in World.__slots__}),
+            adapters=None if tree["lora"] is None else _pick(AdapterSettings, tree["lora"]),
+            world=_pick(World, tree["world"]),
             effective_batch=tree["effective_batch"],
             deepspeed=deepspeed,
             data=tree["data"],
@@ -166,14 +162,11 @@ def read_worker_config(path: Path) -> WorkerConfig:
             evaluation_steps=tree["evaluation"]["every_steps"],
             folder=(path.parent / tree["saving"]["folder"]).absolute(),
             plan=path.parent.absolute(),
-            saving=SavingOrders(**{key: tree["saving"][key] for key in SavingOrders.__slots__}),
+            saving=_pick(SavingOrders, tree["saving"]),
             logging_steps=tree.get("logging_steps"),
             timeout_s=tree["timeout_s"],
-            predicted=Prediction(
-                **{key: gpu[key] for key in ("phases", "milestones", "peak_bytes", "init_peak_bytes", "limit_bytes")},
-                host_bytes_per_rank=host["peak_bytes_per_rank"],
-                nvme_bytes_per_node=host["nvme_bytes_per_node"],
-                **{key: tree["predicted"][key] for key in ("trainable_parameters", "step_s", "tokens_per_s")},
+            predicted=_pick(
+                Prediction, {**tree["predicted"], **gpu, **host, "host_bytes_per_rank": host["peak_bytes_per_rank"]}
             ),
         )
     except (KeyError, TypeError) as error:

@@ -16,8 +16,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,56 +56,49 @@ class RankHeartbeat:
             self._heartbeat.beat(last_word)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Supervised:
-    """What a supervisor asks of a worker beyond its orders."""
-
-    heartbeat: RankHeartbeat = field(default_factory=RankHeartbeat)
-    skips: frozenset[int] = frozenset()
-    """Steps whose samples are left out, from 1."""
-
-
 class Events:
     def __init__(
         self, folder: Path, *, speaks: bool, lines: Lines | None = None, heartbeat: RankHeartbeat | None = None
     ) -> None:
         """`lines`: where the events are printed as well; None: whoever follows the file shows them."""
         self._file, self._lines, self._one_at_a_time = None, lines, threading.Lock()
-        self._heartbeat = heartbeat or RankHeartbeat()
+        self.heartbeat = heartbeat or RankHeartbeat()
         self.watcher = EventSinks()
         """Others who are told of steps and evaluations; nobody, unless they are asked for."""
         self.path = folder / EVENTS
-        if speaks:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = open_own(self.path, "ab")
         self._waiting, self._begun = b"", False
         """What a full disk did not take yet, and whether it ever took anything."""
         if speaks:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open_own(self.path, "ab")
             with self.path.open("rb") as file:  # after a line that its writer did not finish the next would be lost too
                 if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != NEWLINE:
                     self._waiting = NEWLINE
 
     def write(self, event: str, **fields: Any) -> None:
         """One line. Numbers that JSON has no word for become null."""
-        self._heartbeat.beat()
+        self.heartbeat.beat()
         if self._file is None:
             return
-        line = json.dumps(
-            finite({"event": event, "at": round(time.time(), 3), **fields}),
-            allow_nan=False,
-            default=lambda said: finite(as_json(said)),
-        )
+        said = finite({"event": event, "at": round(time.time(), 3), **fields})
+        line = json.dumps(said, allow_nan=False, default=lambda each: finite(as_json(each)))
         with self._one_at_a_time:
-            self._put(line.encode() + b"\n")
+            self._put(line.encode() + NEWLINE)
             if self._lines is not None and (told := event_of(line)) is not None:
                 self._lines.show(told)
-        if event == "step":
-            self.watcher.step(fields)
-        elif event == "eval":
-            self.watcher.evaluation(fields)
+        self.watcher.tell(event, fields)
 
-    def progress(self, what: Message) -> ProgressEvents:
-        return ProgressEvents(self, what)
+    def progress(self, what: Message) -> Callable[..., None]:
+        """To tell of long work, at most once a second."""
+        last = 0.0
+
+        def tell(done: int, total: int, now: Message = what) -> None:
+            nonlocal last
+            if time.monotonic() - last >= 1 or done >= total:
+                last = time.monotonic()
+                self.report(now, done, total)
+
+        return tell
 
     def report(self, what: Said, done: int, total: int) -> None:
         """For those that say each time what they do."""
@@ -138,19 +131,6 @@ class Events:
         except OSError as error:
             if not self._begun or error.errno not in FULL:
                 raise
-
-
-class ProgressEvents:
-    """Long work, told at most once a second."""
-
-    def __init__(self, events: Events, what: Message) -> None:
-        self._events, self._what, self._last = events, what, 0.0
-
-    def __call__(self, done: int, total: int, what: Message | None = None) -> None:
-        now = time.monotonic()
-        if now - self._last >= 1 or done >= total:
-            self._last = now
-            self._events.write("progress", what=what or self._what, done=done, total=total)
 
 
 def lines_of(place: Place, predicted_bytes: int, every_steps: int | None = None) -> Lines | None:

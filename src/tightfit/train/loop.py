@@ -19,7 +19,7 @@ from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data.samples import Samples
 from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, ScaleExhausted, Stepped
-from tightfit.train.events import Events, Supervised
+from tightfit.train.events import Events
 from tightfit.train.optimizers import learning_rate
 from tightfit.train.place import Place, totals
 from tightfit.train.probe import Meter
@@ -74,7 +74,8 @@ class Loop:
     """None: nothing is saved on the way."""
     standing: Callable[[int], dict[str, Any]]
     """What a checkpoint says of the run after so many steps."""
-    supervised: Supervised = field(default_factory=Supervised)
+    skips: frozenset[int] = frozenset()
+    """Steps whose samples are left out, from 1."""
     began: float = field(default_factory=time.monotonic)
     saved_at: float = field(default_factory=time.monotonic)
     step_seconds: list[float] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Loop:
             began = time.monotonic()
             seed_step(self.config.training.seed, step, self.place)
             window = self.windows.window(step)
-            if step + 1 in self.supervised.skips:
+            if step + 1 in self.skips:
                 # It ruined the training, and the user allowed to skip it. The schedule goes on as if it had been
                 # trained on.
                 self.events.write("warning", text=Message("train.step-skipped", step=step + 1, ids=_name(window)))
@@ -100,7 +101,7 @@ class Loop:
                     return ending
                 self._evaluate(step)
                 continue
-            rate, heartbeat = learning_rate(self.config.training, step, self.steps), self.supervised.heartbeat
+            rate, heartbeat = learning_rate(self.config.training, step, self.steps), self.events.heartbeat
             share = self._accumulate(step, window)
             heartbeat.at("step", step + 1)
             stepped = self.engine.step(rate)
@@ -162,7 +163,7 @@ class Loop:
                 why = Message("train.as-asked")  # its signal is not the one that the user sent
             self.events.write("stopping", text=Message("train.stopping", why=why, done=done, steps=self.steps))
         if ending is not None or done == self.steps or votes.due or (every is not None and done % every == 0):
-            self.supervised.heartbeat.at("save", done)
+            self.events.heartbeat.at("save", done)
             self.saved_at = time.monotonic()
             self.saver.save(done, self.standing(done), self.events)
         if ending is not None:
@@ -174,7 +175,7 @@ class Loop:
     def _accumulate(self, step: int, window: Window) -> torch.Tensor:
         """This rank's share of the window's loss. Nothing of a micro batch outlives it."""
         added = torch.zeros((), dtype=torch.float32, device=self.place.device)
-        last, heartbeat = len(window.micro_batches) - 1, self.supervised.heartbeat
+        last, heartbeat = len(window.micro_batches) - 1, self.events.heartbeat
         for number, inputs in enumerate(self.windows.inputs(window)):
             heartbeat.at("forward", step + 1, number, self.engine.model)
             loss = self.engine.forward(inputs, window.divisor)
@@ -208,7 +209,7 @@ class Loop:
             return
         samples, windows = self.held
         micro, world, added = self.config.levers.micro_batch, self.place.world, 0.0
-        self.supervised.heartbeat.at("eval", step + 1)
+        self.events.heartbeat.at("eval", step + 1)
         began = time.monotonic()
         self.engine.train(False)
         with torch.no_grad():

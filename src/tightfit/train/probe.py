@@ -71,8 +71,7 @@ def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanP
         yield PlanProof("weights", ok, Message("train.weights-sharded", held=here, whole=whole, share=share))
     if levers.engine != "zero0":
         share = held.state_elements / max(1, held.trainable_elements)
-        fair = held.trainable_elements / world if held.fair_elements is None else held.fair_elements
-        ok = world == 1 or held.state_elements <= (1 + ROOM) * fair + 1e-3 * held.trainable_elements
+        ok = world == 1 or held.state_elements <= (1 + ROOM) * held.fair_elements + 1e-3 * held.trainable_elements
         here, whole = held.state_elements, held.trainable_elements
         yield PlanProof("optimizer", ok, Message("train.optimizer-sharded", held=here, whole=whole, share=share))
     if place.on_gpu:

@@ -32,7 +32,7 @@ from tightfit.train.data.spec import DataSpec
 from tightfit.train.data.tokens import load_tokenizer, pad_id
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed
 from tightfit.train.engines import Diverged
-from tightfit.train.events import FULL, Events, Supervised, lines_of
+from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of
 from tightfit.train.loop import Ending, Loop
 from tightfit.train.place import Place
 from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
@@ -69,7 +69,7 @@ class Prepared:
 
 
 def run(
-    config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, supervised: Supervised
+    config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, heartbeat: RankHeartbeat
 ) -> Ending:
     """Train, and leave with everybody else; how it ended."""
     lock = None
@@ -86,13 +86,11 @@ def run(
             raise
     try:
         lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
-        events = Events(config.folder, speaks=place.leads, lines=lines, heartbeat=supervised.heartbeat)
-        worker = Worker(
-            config=config, options=options, place=place, cache=cache, events=events, stop=stop, supervised=supervised
-        )
+        events = Events(config.folder, speaks=place.leads, lines=lines, heartbeat=heartbeat)
+        worker = Worker(config=config, options=options, place=place, cache=cache, events=events, stop=stop)
         try:
             ending = worker.run()
-            supervised.heartbeat.at("end")
+            heartbeat.at("end")
         finally:
             events.close()
         places.part(place)
@@ -123,7 +121,6 @@ class Worker:
     cache: Path
     events: Events
     stop: Stop
-    supervised: Supervised = field(default_factory=Supervised)
     began: float = field(default_factory=time.monotonic)
 
     def run(self) -> Ending:
@@ -161,7 +158,7 @@ class Worker:
             self.events.watcher = watchers(self.config.folder, *wanted, facts, self.config.logging_steps)
         store = places.rendezvous(self.place)
         prepared = self.prepare(store)
-        self.supervised.heartbeat.at("init")
+        self.events.heartbeat.at("init")
         places.join(self.place, store)
         ending = self.train(prepared)
         if swapping is not None:
@@ -251,7 +248,7 @@ class Worker:
             stop=self.stop,
             saver=None if self.options.rehearse else Saver(self.config.folder, made.engine, model, habits, self.place),
             standing=lambda done: resume.describe_state(config, job, made.engine.counters(), done, _versions()),
-            supervised=self.supervised,
+            skips=self.options.skip_steps,
         )
         gc.collect()
         gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
@@ -266,7 +263,7 @@ class Worker:
         if loop.saver is not None:
             loop.saver.wait(self.events)
         if ending == "finished" and not self.options.rehearse:
-            self.supervised.heartbeat.at("save")
+            self.events.heartbeat.at("save")
             began, folder = time.monotonic(), config.folder / MODEL
             written = write_model(
                 folder,

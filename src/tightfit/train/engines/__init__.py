@@ -11,17 +11,21 @@ may be unpacked, or fetched from NVMe, for as long as the caller looks at it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from tightfit.messages import Message
 from tightfit.train.build import DTYPES
 from tightfit.train.eight_bit import BLOCK, Which, read_8bit, write_8bit
+from tightfit.train.loss import WindowLoss
+from tightfit.train.nvme import is_on_nvme
+from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
-from tightfit.types import Optimizer, TightfitError
+from tightfit.types import Levers, Optimizer, TightfitError
 
 MASTER = "master"
 """The kind of the fp32 copies of weights; moments are called as torch's optimizers call them."""
@@ -69,19 +73,18 @@ class HeldHere:
     weight_bytes: int
     """Of parameters, on this rank, at rest."""
     whole_weight_bytes: int
-    state_elements: int
-    """Of the optimizer's fp32 copies or, without them, of what it works on."""
     trainable_elements: int
     weights_on: str
     """cpu, cuda or nvme."""
-    optimizer_on: str
     frozen_in: str
     """The precisions of floating-point weights that do not train, at rest; of 4-bit ones there is none to tell."""
     trained_in: str
+    state_elements: int
+    """Of the optimizer's fp32 copies or, without them, of what it works on; so are the next two."""
+    optimizer_on: str
     optimizer_in: str
-    """Of its fp32 copies or, without them, of what it works on."""
-    fair_elements: int | None = None
-    """The most of `state_elements` that a rank may have where parameters are not cut evenly; None: an even share."""
+    fair_elements: float
+    """The share of `state_elements` that a rank should have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,46 +176,73 @@ def precisions(tensors: Iterable[Tensor]) -> str:
     return ",".join(sorted(words.get(dtype, str(dtype).removeprefix("torch.")) for dtype in found))
 
 
-class Engine(Protocol):
-    model: Any
-    """The model as it was wrapped by adapters and sharded."""
+class Engine(ABC):
+    """`model` is the model as it was wrapped by adapters and sharded."""
+
+    def __init__(self, model: Any, levers: Levers, place: Place) -> None:
+        self.model, self._levers, self._place = model, levers, place
+        self._loss = WindowLoss(model, levers.loss)
+        self._runs: Any = model
+        """What is called: the model, or what a library puts around it."""
 
     def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
         """A micro batch's share of the window's mean loss, times the number of ranks.
 
         `divisor` is the number of tokens of the window that count.
         """
-        ...
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        """`last`: of the window; what follows is its step."""
-        ...
-
-    def step(self, learning_rate: float) -> Stepped: ...
-
-    def forget(self) -> None:
-        """Undo what steps at learning rate zero left behind: moments, counters, loss scale."""
-        ...
+        self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
+        loss: Tensor = self._runs(**inputs, use_cache=False).loss
+        return loss
 
     def train(self, mode: bool) -> None:
         """Training, or evaluation."""
-        ...
+        self._runs.train(mode)
 
-    def holdings(self) -> HeldHere: ...
+    @abstractmethod
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """`last`: of the window; what follows is its step."""
 
+    @abstractmethod
+    def step(self, learning_rate: float) -> Stepped: ...
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Undo what steps at learning rate zero left behind: moments, counters, loss scale."""
+
+    @abstractmethod
     def states(self, *, write: bool) -> Iterator[State]:
         """fp32 copies and moments that this rank holds, each to be done with before the next is asked for.
 
         `write`: what is written into them stays.
         """
-        ...
 
+    @abstractmethod
     def shapes(self) -> Shapes:
         """Which states there are, those of other ranks too."""
-        ...
 
+    @abstractmethod
     def counters(self) -> Counters: ...
 
+    @abstractmethod
     def go_on(self, counters: Counters, step: int) -> None:
         """Weights and states were written from outside, as they were after `step` steps."""
-        ...
+
+    @abstractmethod
+    def holdings(self) -> HeldHere: ...
+
+    def _weigh(self, worked_on: Iterable[Tensor], elements: int, optimizer_on: str, fair: float) -> HeldHere:
+        """With what the engine says of its optimizer."""
+        shards = list(outline(self.model, self._place.rank))
+        resting = [(shard.parameter, getattr(shard.parameter, "ds_tensor", shard.parameter)) for shard in shards]
+        return HeldHere(
+            weight_bytes=sum(shard.size * shard.parameter.element_size() for shard in shards),
+            whole_weight_bytes=sum(shard.numel * shard.parameter.element_size() for shard in shards),
+            trainable_elements=sum(shard.numel for shard in shards if shard.parameter.requires_grad),
+            weights_on=",".join(sorted({"nvme" if is_on_nvme(param) else part.device.type for param, part in resting})),
+            frozen_in=precisions(part for param, part in resting if not param.requires_grad),
+            trained_in=precisions(part for param, part in resting if param.requires_grad),
+            state_elements=elements,
+            optimizer_on=optimizer_on,
+            optimizer_in=precisions(worked_on),
+            fair_elements=fair,
+        )

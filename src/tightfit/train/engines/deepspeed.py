@@ -32,6 +32,7 @@ from tightfit.train.engines import (
     AGAINST_OVERFLOWS,
     MASTER,
     Counters,
+    Engine,
     HeldHere,
     LossScale,
     ScaleExhausted,
@@ -40,10 +41,8 @@ from tightfit.train.engines import (
     Stepped,
     moments,
     per_parameter,
-    precisions,
     trainable,
 )
-from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
@@ -52,14 +51,13 @@ NVME_BUFFERS = 5
 """DeepSpeed's own number, where a file says none."""
 
 
-class DeepSpeed:
+class DeepSpeed(Engine):
     def __init__(
         self, model: Any, config: Mapping[str, Any], levers: Levers, place: Place, weight_decay: float
     ) -> None:
         import deepspeed
 
-        self.model, self._levers, self._place = model, levers, place
-        self._loss = WindowLoss(model, levers.loss)
+        super().__init__(model, levers, place)
         options: dict[str, Any] = {"model": model, "config": copy.deepcopy(dict(config))}
         groups, kind = optimizers.groups(model, weight_decay), levers.optimizer
         usual: dict[str, Any] = {"lr": 0.0, "betas": optimizers.BETAS, "eps": optimizers.EPS}
@@ -87,6 +85,7 @@ class DeepSpeed:
         if self.stage == 3 and levers.scan == "tightfit":
             gather_mixers_whole(model, config)
         self._engine, *_ = deepspeed.initialize(**options)
+        self._runs = self._engine
         # DeepSpeed rounds buffers to 16 bits with the weights; rotary frequencies do not survive that.
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.to(place.device)
@@ -99,11 +98,6 @@ class DeepSpeed:
     @property
     def stage(self) -> int:
         return self._levers.stage or 0
-
-    def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
-        self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
-        loss: Tensor = self._engine(**inputs, use_cache=False).loss
-        return loss
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)
@@ -214,22 +208,7 @@ class DeepSpeed:
             kept[0].partition(kept)
             kept[0].all_gather(kept)
 
-    def train(self, mode: bool) -> None:
-        self._engine.train(mode)
-
     def holdings(self) -> HeldHere:
-        here = whole = trained_elements = 0
-        devices = set()
-        frozen: list[Tensor] = []
-        trained: list[Tensor] = []
-        for param in self.model.parameters():
-            part: Tensor = getattr(param, "ds_tensor", param.data)
-            numel = getattr(param, "ds_numel", param.numel())
-            (trained if param.requires_grad else frozen).append(part)
-            here += getattr(part, "ds_numel", part.numel()) * param.element_size()  # a part in a file has a stand-in
-            whole += numel * param.element_size()
-            trained_elements += numel if param.requires_grad else 0
-            devices.add("nvme" if is_on_nvme(param) else part.device.type)
         # The fp32 copies that this rank's optimizer works on, or what it works on instead.
         vectors = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
         worked_on = next(filter(None, (getattr(self._wrapper, name, None) for name in vectors)), None)
@@ -241,17 +220,8 @@ class DeepSpeed:
             in_file = self._wrapper._swappable_optimizer_subgroup
             elements = [int(numel) for numel in self._wrapper.fp16_partitioned_groups_flat_numel]
             places = ["nvme" if in_file(number) else place for number, place in enumerate(places)]
-        return HeldHere(
-            weight_bytes=here,
-            whole_weight_bytes=whole,
-            state_elements=sum(elements),
-            trainable_elements=trained_elements,
-            weights_on=",".join(sorted(devices)),
-            optimizer_on=",".join(sorted(set(places))),
-            frozen_in=precisions(frozen),
-            trained_in=precisions(trained),
-            optimizer_in=precisions(masters),
-        )
+        trained = sum(shard.numel for shard in trainable(self.model, self._place.rank))
+        return self._weigh(masters, sum(elements), ",".join(sorted(set(places))), trained / self._place.world)
 
 
 def _elementwise(flat: Tensor, basic: Any) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import (
     Counters,
+    Engine,
     HeldHere,
     LossScale,
     Shapes,
@@ -28,10 +29,8 @@ from tightfit.train.engines import (
     Stepped,
     moments,
     per_parameter,
-    precisions,
     trainable,
 )
-from tightfit.train.loss import WindowLoss
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
@@ -60,13 +59,12 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
         fully_shard(group, **options)
 
 
-class Fsdp2:
+class Fsdp2(Engine):
     def __init__(self, model: Any, levers: Levers, place: Place, training: OptimizerConfig) -> None:
-        self.model, self._levers, self._place, self._clip = model, levers, place, training.clip
-        self._loss = WindowLoss(model, levers.loss)
+        super().__init__(model, levers, place)
         if levers.optimizer == "adafactor":
             raise ConfigError(Message("engine.adafactor-fsdp2"))
-        self._trainable = [param for param in model.parameters() if param.requires_grad]
+        self._trainable, self._clip = [param for param in model.parameters() if param.requires_grad], training.clip
         self._optimizer = optimizers.make_optimizer(
             levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
         )
@@ -78,11 +76,6 @@ class Fsdp2:
         if self._first_power is None:
             return None
         return torch.amp.GradScaler(self._rests_on, init_scale=2.0**self._first_power, growth_interval=GROWTH_INTERVAL)
-
-    def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
-        self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
-        loss: Tensor = self.model(**inputs, use_cache=False).loss
-        return loss
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         del last  # gradients are reduced at every micro batch
@@ -132,29 +125,9 @@ class Fsdp2:
             tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
             self._scaler.load_state_dict(tracked)
 
-    def train(self, mode: bool) -> None:
-        self.model.train(mode)
-
     def holdings(self) -> HeldHere:
-        here = whole = states = trained = fair = 0
-        for param in self.model.parameters():
-            local = param.to_local() if hasattr(param, "to_local") else param
-            here += local.numel() * local.element_size()
-            whole += param.numel() * param.element_size()
-            if param.requires_grad:
-                states += local.numel()
-                trained += param.numel()
-                rows = max(1, param.shape[0])
-                fair += -(-rows // self._place.world) * (param.numel() // rows)  # whole rows: few of them share badly
-        return HeldHere(
-            weight_bytes=here,
-            whole_weight_bytes=whole,
-            state_elements=states,
-            trainable_elements=trained,
-            weights_on=next(iter(self.model.parameters())).device.type,
-            optimizer_on=self._rests_on,
-            frozen_in=precisions(param for param in self.model.parameters() if not param.requires_grad),
-            trained_in=precisions(self._trainable),
-            optimizer_in=precisions(param for group in self._optimizer.param_groups for param in group["params"]),
-            fair_elements=fair,
-        )
+        shards = trainable(self.model, self._place.rank)
+        # Whole rows are shared out: of few of them a rank has more than an even share.
+        fair = sum(-(-shard.shape[0] // self._place.world) * (shard.numel // shard.shape[0]) for shard in shards)
+        worked_on = (param for group in self._optimizer.param_groups for param in group["params"])
+        return self._weigh(worked_on, sum(shard.size for shard in shards), self._rests_on, fair)
