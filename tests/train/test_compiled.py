@@ -12,11 +12,11 @@ import pytest
 
 import patience
 from tightfit.messages import Message
-from tightfit.train.compiled import extensions_folder, report_meanwhile
+from tightfit.train.engines.deepspeed import extensions_folder, report_meanwhile
 
 
 def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.train.compiled.LOOK_S", 0.01)
+    monkeypatch.setattr("tightfit.train.engines.deepspeed.LOOK_S", 0.01)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     said: list[Message] = []
 

@@ -7,9 +7,9 @@ import sys
 
 SCATTERS = """
 import torch, torch.distributed as dist
-from tightfit.train import fake_group
+from tightfit.train import place
 
-fake_group.join_alone(1, 3)
+place.join_alone(1, 3)
 whole = torch.arange(6.0)
 parts = list(whole.reshape(3, 2))
 nothing = lambda output, input, op=None, group=None, async_op=False: "sent"
@@ -17,13 +17,13 @@ for scatter, given in (
     (dist.reduce_scatter_tensor, whole),
     (dist.distributed_c10d.reduce_scatter_tensor, whole),
     (dist.reduce_scatter, parts),
-    (fake_group.fill_own_share(nothing), whole),
-    (fake_group.fill_own_share(nothing), parts),
+    (place.fill_own_share(nothing), whole),
+    (place.fill_own_share(nothing), parts),
 ):
     output = torch.full((2,), float("nan"))
     scatter(output, given, group=None)
     assert output.tolist() == [2.0, 3.0], (scatter, output)
-assert fake_group.fill_own_share(nothing)(whole[2:4], whole) == "sent"
+assert place.fill_own_share(nothing)(whole[2:4], whole) == "sent"
 assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 gathered = torch.full((6,), float("nan"))
 dist.all_gather_into_tensor(gathered, torch.ones(2))

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from tightfit.messages import Message
 from tightfit.train import build
 from tightfit.train.adapters import adapter_dtype, add_adapters, quantise
-from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import WorkerConfig
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
@@ -132,9 +131,9 @@ def assemble(
         else:
             materialise(model, place.device)
             fill(model, origin, place.rank, progress)
-            with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
-                from tightfit.train.engines.deepspeed import DeepSpeed
+            from tightfit.train.engines.deepspeed import DeepSpeed, report_meanwhile
 
+            with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
                 assert config.deepspeed is not None
                 engine = DeepSpeed(model, config.deepspeed, levers, place, config.training.weight_decay)
     return Assembled(

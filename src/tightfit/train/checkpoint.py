@@ -34,7 +34,7 @@ from tightfit.train.build import DTYPES
 from tightfit.train.config import WorkerConfig
 from tightfit.train.engines import MASTER, Engine, trainable
 from tightfit.train.events import Events
-from tightfit.train.place import Place, side_meeting, total
+from tightfit.train.place import Place, side_meeting, totals
 from tightfit.train.saved_model import ADAPTER, HOST_BYTES, FileStyle, Names, SaveError, TensorPiece, TensorSet, Writer
 from tightfit.train.saved_names import adapter_files, adapter_name, model_files, name_parts, names_of, rename_pieces
 from tightfit.train.shards import Shard, outline, plain_name, shards
@@ -146,7 +146,7 @@ class Saver:
                 free = disk.room(where)
             except OSError as error:
                 unseen = (error.strerror or str(error)).lower()
-        if total(self._place, float(free < needed or bool(unseen))) > 0:
+        if totals(self._place, float(free < needed or bool(unseen)))[0]:
             problem = Message("train.checkpoint-needs-room", needed=needed / 1e9, where=where, free=free / 1e9)
             if unseen:
                 problem = Message("train.checkpoint-disk-unseen", where=where, why=unseen)
@@ -168,7 +168,7 @@ class Saver:
             # The buffer on the host, if every rank has room for its own.
             staging, free = Staging(self.sets), free_ram()
             refused = free is None or free < staging.bytes * self._habits.ranks_here + SPARE_BYTES
-            self._refused = total(self._place, float(refused)) > 0
+            self._refused = totals(self._place, float(refused))[0] > 0
             if not self._refused:
                 self._staging = staging
                 self._preparing = self._thread.submit(staging.prepare, self._place.device)

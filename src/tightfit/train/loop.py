@@ -145,7 +145,7 @@ class Loop:
         now = time.monotonic()
         late = limit is not None and now - self.began >= limit
         due = self.place.leads and minutes is not None and now - self.saved_at >= 60 * minutes
-        return Votes(*totals(self.place, (share, float(self.stop.is_asked), float(late), float(due))))
+        return Votes(*totals(self.place, share, float(self.stop.is_asked), float(late), float(due)))
 
     def _save(self, done: int, votes: Votes) -> Ending | None:
         """A checkpoint where one is due; how the run ends, if it does."""
@@ -219,7 +219,7 @@ class Loop:
                 # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
                 added += float(self.engine.forward(inputs, 1.0)) / world
         self.engine.train(True)
-        loss = totals(self.place, [added])[0] / max(1, int(samples.loss_tokens.sum()))
+        loss = totals(self.place, added)[0] / max(1, int(samples.loss_tokens.sum()))
         self.events.write(
             "eval",
             step=step + 1,

@@ -6,9 +6,10 @@ Ranks must part in order: without a last barrier and `destroy_process_group` abo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from tightfit.hardware.slurm import has_its_own_gpu, slurm_rank
 from tightfit.messages import Message, text
 from tightfit.train.config import Options, WorkerConfig
-from tightfit.train.fake_group import join_alone
 from tightfit.types import ConfigError, HardwareError
 
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -125,6 +125,42 @@ def join(place: Place, store: Any) -> None:
     dist.init_process_group(backend, rank=place.rank, world_size=place.world, store=group, timeout=GROUP_TIMEOUT)
 
 
+def join_alone(rank: int, world: int) -> None:
+    """Become the one real rank of a group of `world`: torch's fake one, which allocates every buffer and sends nothing.
+
+    What it gathers are copies of this rank's own share. What it scatters, torch before 2.13 leaves as it lay in memory:
+    such gradients may be infinite, fp16 then skips every step, and the optimizer's memory is never measured. So this
+    rank's share is put there. Nothing more is allocated than in a real group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    # By the names of several torch versions; the last one takes a list of shares, the others the whole.
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter"):
+        for module in (dist, dist.distributed_c10d):  # DeepSpeed and FSDP2 call both
+            if hasattr(module, name):
+                setattr(module, name, fill_own_share(getattr(module, name)))
+
+
+def fill_own_share(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose first argument is filled with this rank's share of the second."""
+    how = signature(scatter)
+
+    def scattered(*words: Any, **named: Any) -> Any:
+        told = how.bind(*words, **named)
+        output, given, *_ = told.args
+        done = scatter(*words, **named)
+        rank, size = dist.get_rank(told.arguments.get("group")), output.numel()
+        whole = isinstance(given, torch.Tensor)
+        share = given.view(-1)[rank * size : (rank + 1) * size] if whole else given[rank].view(-1)
+        if share.data_ptr() != output.data_ptr():  # ZeRO-3 scatters in place
+            with torch.no_grad():
+                output.view(-1).copy_(share)
+        return done
+
+    return scattered
+
+
 def cap(place: Place, cap_bytes: int) -> None:
     """Make the card a smaller one. DeepSpeed asks how much is free and takes other ways on a small card."""
     if not place.on_gpu:
@@ -170,12 +206,7 @@ def words(place: Place, text: str) -> list[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode() for row in held]
 
 
-def total(place: Place, value: float) -> float:
-    """The sum over all ranks, on the host."""
-    return totals(place, [value])[0]
-
-
-def totals(place: Place, values: Sequence[float]) -> list[float]:
+def totals(place: Place, *values: float) -> list[float]:
     """The sums over all ranks, on the host, in one go."""
     held = torch.tensor(values, dtype=torch.float64)
     if not place.is_alone:
@@ -187,10 +218,7 @@ def everyone(place: Place, value: int) -> list[int]:
     """The number that each rank has, in the order of ranks."""
     if place.is_alone:
         return [value]
-    held = torch.zeros(place.world, dtype=torch.int64)
-    held[place.rank] = value
-    dist.all_reduce(held)
-    return [int(each) for each in held.tolist()]
+    return [int(each) for each in totals(place, *(value * (rank == place.rank) for rank in range(place.world)))]
 
 
 def part(place: Place) -> None:

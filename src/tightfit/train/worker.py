@@ -24,7 +24,6 @@ from tightfit.train import place as places
 from tightfit.train.assemble import Assembled, TensorSource, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Habits, Saver, model_set
-from tightfit.train.compiled import report_meanwhile
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import Split, explain, open_samples, prepare, worst
@@ -352,7 +351,7 @@ class Worker:
 
     def assemble(self, prepared: Prepared, found: FoundCheckpoint | None) -> Assembled:
         if not self.config.levers.is_fsdp2:
-            from tightfit.train.engines.deepspeed import join
+            from tightfit.train.engines.deepspeed import join, report_meanwhile
 
             if self.place.leads:
                 for text in build_lock.clear(inherited({})):

@@ -20,13 +20,18 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
 from tightfit.messages import Message
+from tightfit.runs.build_lock import LOCK
 from tightfit.train import optimizers
 from tightfit.train.engines import (
     AGAINST_OVERFLOWS,
@@ -49,6 +54,15 @@ from tightfit.types import ConfigError, Levers
 
 NVME_BUFFERS = 5
 """DeepSpeed's own number, where a file says none."""
+A_FEW_MINUTES, ONE_TO_TWO = Message("train.a-few-min"), Message("train.minutes-to", least=1, most=2)
+USUALLY = {
+    "deepspeed_shm_comm": Message("train.minutes", minutes=1),
+    "cpu_adam": ONE_TO_TWO,
+    "async_io": Message("train.minutes", minutes=2),
+    "fused_adam": ONE_TO_TWO,
+}
+"""How long a part is compiled, on two free cores, by its folder."""
+LOOK_S = 1.0
 
 
 class DeepSpeed(Engine):
@@ -255,3 +269,50 @@ def join(place: Place) -> None:
     deepspeed.init_distributed(
         dist_backend="fake" if place.rehearsal else None, dist_init_required=False, verbose=False
     )
+
+
+def extensions_folder() -> Path:
+    """The folder with a folder for each part that is compiled."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("deepspeed_shm_comm", False)).parent
+
+
+def find_compiling(folder: Path) -> tuple[float, str] | None:
+    """Since when and which part is compiled, by whichever process, the longest; one that is only looked up is there."""
+    found = []
+    for lock in folder.glob(f"*/{LOCK}"):
+        part = lock.parent
+        with suppress(OSError):  # it was done just now
+            if not (part / f"{part.name}.so").exists():
+                found.append((lock.stat().st_mtime, part.name))
+    return min(found, default=None)
+
+
+@contextmanager
+def report_meanwhile(what: Message, tell: Callable[[Message], None]) -> Iterator[None]:
+    """Say what is done in the block, and while DeepSpeed compiles for it, which part and since when.
+
+    Each is said once: nobody may take this for a sign of life of a process that waits for a lock without end.
+    """
+    folder, done = extensions_folder(), threading.Event()
+
+    def look() -> None:
+        said = None
+        while not done.wait(LOOK_S):
+            now = find_compiling(folder)
+            if now != said and now is not None:
+                at = time.strftime("%H:%M", time.localtime(now[0]))
+                tell(Message("train.compiling", part=now[1], at=at, usually=USUALLY.get(now[1], A_FEW_MINUTES)))
+            elif now != said:
+                tell(what)
+            said = now
+
+    tell(what)
+    watching = threading.Thread(target=look, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watching.join()
