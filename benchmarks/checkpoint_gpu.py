@@ -183,7 +183,7 @@ class Rank:
         say(found)
         if BRIEF in os.environ:
             return found
-        behind._staging = None
+        behind._preparing = None
         sync = self._saver(background=False)
         found["share_bytes"] = Staging(sync.sets).bytes
         found["sync"] = self._watched(lambda: self.save(sync))
@@ -211,21 +211,23 @@ class Rank:
 
     def _saver(self, *, background: bool) -> Any:
         from tightfit.runs.checkpoints import Keeping
-        from tightfit.train.checkpoint import Habits
 
         levers = self.config.levers
-        habits = Habits(
+        return self.savers(
+            run=self.config.folder,
+            engine=self.made.engine,
+            model=self.model,
+            place=self.place,
             keeping=Keeping(last=1),
             background=background,
             ranks_here=1,  # the others' buffers are not here either
             masters=levers.precision != "fp32" and levers.master_weights,
         )
-        return self.savers(self.config.folder, self.made.engine, self.model, habits, self.place)
 
     def save(self, saver: Any) -> None:
         done = self.loop.steps
         saver.save(done, self.loop.standing(done), self.worker.events)
-        if not saver._habits.background:
+        if not saver.background:
             assert saver.last == done, last_event(self.worker.events.path)
 
     def save_behind(self, saver: Any, step_s: float) -> Figures:
@@ -249,7 +251,7 @@ class Rank:
         blocked, *beside = steps
         told = last_event(self.worker.events.path, "checkpoint")
         return found | {
-            "staging_bytes": saver._staging.bytes,
+            "staging_bytes": saver._preparing.result().bytes,
             "blocked_s": round(blocked, 3),
             "written_s": told["seconds"],
             "steps_beside": len(beside),
@@ -309,7 +311,7 @@ class Rank:
         from checkpoint_ranks import forget
 
         from tightfit.runs.checkpoints import read_state
-        from tightfit.train.resume import FoundCheckpoint, load
+        from tightfit.train.resume import CheckpointFiles, FoundCheckpoint, load
         from tightfit.train.sources import open_weights
 
         state = read_state(self.folder)
@@ -317,7 +319,7 @@ class Rank:
 
         def read() -> None:
             weights = open_weights(self.folder, self.made.twin)
-            load(found, self.made.engine, weights, self.place, filled=False)
+            load(found, self.made.engine, weights, CheckpointFiles(self.folder), self.place, filled=False)
 
         before = self._sums()
         forget(self.folder)

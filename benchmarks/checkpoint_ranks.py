@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import Keeping
 from tightfit.train import resume
-from tightfit.train.checkpoint import Habits, Saver
+from tightfit.train.checkpoint import Saver
 from tightfit.train.engines import MASTER, Counters, State
 from tightfit.train.events import Events
 from tightfit.train.place import Place
@@ -130,8 +130,16 @@ class Bench:
         return sum(tensor.nbytes for tensor in self.halves().values())
 
     def _saver(self, run: str, *, background: bool) -> Saver:
-        habits = Habits(keeping=Keeping(last=1), background=background, ranks_here=self.place.world, masters=True)
-        return Saver(self.folder / run, self.engine, self.weights_set(), habits, self.place)  # type: ignore[arg-type]
+        return Saver(
+            run=self.folder / run,
+            engine=self.engine,  # type: ignore[arg-type]
+            model=self.weights_set(),
+            place=self.place,
+            keeping=Keeping(last=1),
+            background=background,
+            ranks_here=self.place.world,
+            masters=True,
+        )
 
     def weights_set(self) -> TensorSet:
         names = {one.path: (one.shape, torch.bfloat16) for one in outline(self.model, self.place.rank)}
@@ -189,7 +197,8 @@ class Bench:
 
     def load(self) -> None:
         found = resume.FoundCheckpoint(folder=self.ours, step=STEP, state=checkpoints.read_state(self.ours))
-        resume.load(found, self.engine, Weights(self.ours), self.place, filled=False)  # type: ignore[arg-type]
+        states = resume.CheckpointFiles(self.ours)
+        resume.load(found, self.engine, Weights(self.ours), states, self.place, filled=False)  # type: ignore[arg-type]
 
     def verify_and_load(self) -> None:
         self.verify()

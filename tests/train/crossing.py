@@ -15,15 +15,15 @@ from typing import Any
 from tightfit.runs.checkpoints import Keeping, read_state
 from tightfit.train import place as places
 from tightfit.train.assemble import assemble
-from tightfit.train.checkpoint import Habits, Saver, model_set
+from tightfit.train.checkpoint import Saver, model_set
 from tightfit.train.config import Options, read_worker_config
 from tightfit.train.data.order import Order
 from tightfit.train.data.tokens import pad_id
 from tightfit.train.events import Events
 from tightfit.train.loop import Loop
 from tightfit.train.probe import Meter
+from tightfit.train.resume import CheckpointFiles, load
 from tightfit.train.resume import FoundCheckpoint as Checkpoint
-from tightfit.train.resume import StateFiles, load
 from tightfit.train.sources import open_weights
 from tightfit.train.stop import Stop, leave
 from tightfit.train.windows import Windows
@@ -45,7 +45,6 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
         join(place)
     made = assemble(config, place, events, None, None, cache)
     model = model_set(made, config, prepared.tokenizer, place)
-    habits = Habits(keeping=Keeping(last=9), background=False, ranks_here=place.world, masters=True)
     order = Order(len(prepared.split.train), config.effective_batch, config.training.seed)
     windows = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
     losses: dict[str, float | None] = {}
@@ -53,8 +52,17 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
         name = folder.parents[2].name  # NAME/run/checkpoints/step-…
         state: dict[str, Any] = read_state(folder)
         found = Checkpoint(folder=folder, step=state["step"], state=state)
-        load(found, made.engine, (open_weights(folder, made.twin), StateFiles(folder)), place, filled=False)
-        saver = Saver(out / name, made.engine, model, habits, place)
+        load(found, made.engine, open_weights(folder, made.twin), CheckpointFiles(folder), place, filled=False)
+        saver = Saver(
+            out / name,
+            made.engine,
+            model,
+            place,
+            Keeping(last=9),
+            background=False,
+            ranks_here=place.world,
+            masters=True,
+        )
         saver.save(found.step, state, events)
         assert saver.last == found.step
         loop = Loop(

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Staging:
         self._queued = False
         """Copies may be queued: the GPU can write to the buffer by itself."""
 
-    def prepare(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> Staging:
         """Take the memory; from any thread, once. `device`: where the pieces are."""
         buffer = torch.empty(self.bytes, dtype=torch.uint8)
         for low in range(0, self.bytes, HOST_BYTES):  # in parts: others get a turn
@@ -71,6 +72,7 @@ class Staging:
             refused = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), self.bytes, 0)  # type: ignore[no-untyped-call]
             self._queued = int(refused) == 0  # a limit on locked memory: copies are slower then, and no less right
         self._buffer = buffer
+        return self
 
     def take(self, sets: Iterable[TensorSet]) -> dict[str, list[TensorPiece]]:
         """Copies of all pieces, as they will be in the files, by the stem of their set."""
@@ -97,41 +99,35 @@ def _room(piece: TensorPiece, tensors: TensorSet) -> int:
     return -(-piece.tensor.numel() * tensors.names[piece.name][1].itemsize // ALIGNED) * ALIGNED
 
 
-@dataclass(frozen=True, kw_only=True)
-class Habits:
-    """How a run saves."""
+@dataclass
+class Saver:
+    """Every rank makes the same calls at the same steps."""
 
+    run: Path
+    engine: Engine
+    model: TensorSet
+    place: Place
     keeping: Keeping
     background: bool
     ranks_here: int
     """That share this machine's memory."""
     masters: bool
     """Weights train in 16 bits, and their fp32 copies are worth a file of their own."""
+    last: int | None = None
+    """The step of the newest checkpoint that stands, as far as this run knows."""
 
-
-class Saver:
-    """Every rank makes the same calls at the same steps."""
-
-    def __init__(self, run: Path, engine: Engine, model: TensorSet, habits: Habits, place: Place) -> None:
-        self._run, self._engine, self._model, self._habits, self._place = run, engine, model, habits, place
-        self._barrier = side_meeting(place)
+    def __post_init__(self) -> None:
+        self._barrier = side_meeting(self.place)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[tuple[str, dict[str, Any]]] | None = None
-        self._staging: Staging | None = None
-        self._preparing: Future[None] | None = None
-        self._refused = False
+        self._preparing: Future[Staging] | None = None
         self._blocked = 0.0
-        self._sets: tuple[TensorSet, ...] | None = None
-        self.last: int | None = None
-        """The step of the newest checkpoint that stands, as far as this run knows."""
 
-    @property
+    @cached_property
     def sets(self) -> tuple[TensorSet, ...]:
-        if self._sets is None:
-            model = replace(self._model, style=replace(self._model.style, beside=None))
-            states = state_set(self._engine, self._place, masters=self._habits.masters)
-            self._sets = (model,) if states is None else (model, states)
-        return self._sets
+        model = replace(self.model, style=replace(self.model.style, beside=None))
+        states = state_set(self.engine, self.place, masters=self.masters)
+        return (model,) if states is None else (model, states)
 
     def save(self, step: int, state: Mapping[str, Any], events: Events) -> None:
         """Begin a checkpoint, or write it all where there is no room to do so in the background."""
@@ -139,39 +135,38 @@ class Saver:
         self.wait(events)
         # The newest one stays while the next is written, so there must be room for both.
         needed = sum(each.total_bytes for each in self.sets) + SLACK_BYTES
-        where = self._run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
+        where = self.run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
         free, unseen = needed, ""
-        if self._place.leads:
+        if self.place.leads:
             try:
                 free = disk.room(where)
             except OSError as error:
                 unseen = (error.strerror or str(error)).lower()
-        if totals(self._place, float(free < needed or bool(unseen)))[0]:
+        if totals(self.place, float(free < needed or bool(unseen)))[0]:
             problem = Message("train.checkpoint-needs-room", needed=needed / 1e9, where=where, free=free / 1e9)
             if unseen:
                 problem = Message("train.checkpoint-disk-unseen", where=where, why=unseen)
             events.write("checkpoint_failed", step=step, text=problem)
             return
-        folder = checkpoints.folder_of(self._run, step)
+        folder = checkpoints.folder_of(self.run, step)
         self.prepare()
-        if self._staging is None or self._preparing is None or self._preparing.exception() is not None:
+        if self._preparing is None or self._preparing.exception() is not None:
             saved = self._write(folder, step, state, None)
             self._report(saved, events, time.monotonic() - began, background=False)
             return
-        held = self._staging.take(self.sets)
+        held = self._preparing.result().take(self.sets)
         self._writing = self._thread.submit(self._write, folder, step, state, held)
         self._blocked = time.monotonic() - began
 
     def prepare(self) -> None:
         """Begin to take the memory that saving in the background needs. The optimizer's states must exist."""
-        if self._habits.background and self._staging is None and not self._refused:
+        if self.background and self._preparing is None:
             # The buffer on the host, if every rank has room for its own.
             staging, free = Staging(self.sets), free_ram()
-            refused = free is None or free < staging.bytes * self._habits.ranks_here + SPARE_BYTES
-            self._refused = totals(self._place, float(refused))[0] > 0
-            if not self._refused:
-                self._staging = staging
-                self._preparing = self._thread.submit(staging.prepare, self._place.device)
+            refused = free is None or free < staging.bytes * self.ranks_here + SPARE_BYTES
+            self.background = not totals(self.place, float(refused))[0]
+            if self.background:
+                self._preparing = self._thread.submit(staging.prepare, self.place.device)
 
     def poll(self, events: Events) -> None:
         """Say how a save in the background went, once it has."""
@@ -192,15 +187,15 @@ class Saver:
         training's when `held` is there."""
         began, written = time.monotonic(), 0
         try:
-            place = self._place
+            place = self.place
             writer = Writer(folder, rank=place.rank, world=place.world, barrier=self._barrier, hashes=True)
             for each in self.sets:
                 pieces = each.pieces() if held is None else held[each.style.stem]
                 written += writer.write(each.names, pieces, each.style)
 
             def write_beside(staging: Path) -> None:
-                if self._model.style.beside is not None:
-                    self._model.style.beside(staging)
+                if self.model.style.beside is not None:
+                    self.model.style.beside(staging)
                 disk.write_text(staging / STATE, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
 
             def seal(staging: Path, spans: Mapping[str, Any]) -> None:
@@ -218,7 +213,7 @@ class Saver:
 
             writer.commit(write_beside, seal)
             if place.leads:
-                for old in checkpoints.outdated(self._run, self._habits.keeping, step):
+                for old in checkpoints.outdated(self.run, self.keeping, step):
                     with suppress(OSError, NotOurs):  # the new one stands; what holds a user's file stays too
                         checkpoints.remove(old)
         except Exception as error:  # training goes on; whoever follows it is told

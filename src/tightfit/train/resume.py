@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from tightfit.train.assemble import PIECE_ELEMENTS, TensorSource
 from tightfit.train.checkpoint import state_name
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data.samples import Samples
-from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
+from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, NamedTensors
 from tightfit.train.engines import MASTER, Counters, Engine, LossScale
 from tightfit.train.events import Events
 from tightfit.train.place import Place, meet, words
@@ -43,6 +43,8 @@ SILENT = ("_name_or_path", "transformers_version", "architectures", "dtype", "to
 """Fields of a Hugging Face config that say nothing about what is trained."""
 SAVED_AS = ("rescale_prenorm_residual",)
 """Fields that a saved model has otherwise than the one that is made from scratch."""
+JOB_LEVERS = ("trains", "frozen_layers", "precision", "optimizer", "sequence")
+PLAN_LEVERS = ("precision", "method", "micro_batch", "accumulation", "offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +83,9 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpo
         problems.append((folder, problem))
         events.write("passed_over", folder=str(folder), text=problem)
     if problems:
-        folder, problem = problems[0]
-        older = len(problems) - 1
-        others: Said = Message("train.nor-older", older=older) if older > 1 else ""
-        if older == 1:
-            others = Message("train.nor-the-older")
+        (folder, problem), older = problems[0], len(problems) - 1
+        one: Said = Message("train.nor-the-older") if older else ""
+        others = Message("train.nor-older", older=older) if older > 1 else one
         raise ConfigError(Message("train.checkpoint-torn", folder=folder, problem=problem, others=others))
     if wanted != AUTO:
         raise ConfigError(Message("train.no-checkpoint", wanted=wanted))
@@ -158,12 +158,7 @@ def describe_state(
         "plan": {
             "engine": levers.engine,
             "world": config.world.ranks,
-            "precision": levers.precision,
-            "method": levers.method,
-            "micro_batch": levers.micro_batch,
-            "accumulation": levers.accumulation,
-            "offload_optimizer": levers.offload_optimizer,
-            "offload_param": levers.offload_param,
+            **{name: getattr(levers, name) for name in PLAN_LEVERS},
         },
         "versions": dict(versions),
     }
@@ -180,11 +175,7 @@ def job_of(config: WorkerConfig, hf_config: Any, samples: Samples) -> dict[str, 
         "base": (config.model.weights or config.model.name) if adapters else None,
         "method": levers.method,
         "lora": adapters,
-        "trains": levers.trains,
-        "frozen_layers": levers.frozen_layers,
-        "precision": levers.precision,
-        "optimizer": levers.optimizer,
-        "sequence": levers.sequence,
+        **{name: getattr(levers, name) for name in JOB_LEVERS},
         "effective_batch": config.effective_batch,
         "seed": config.training.seed,
         "data": {
@@ -237,65 +228,55 @@ def schedule_differences(then: Mapping[str, Any], config: WorkerConfig) -> list[
 # --- values --------------------------------------------------------------------------------------
 
 
-class StateFiles:
-    """The optimizer's files of a checkpoint: `exp_avg/NAME` and so on, read in ranges."""
+class CheckpointFiles:
+    """Files of a checkpoint, read in ranges: adapters under PEFT's names, and the optimizer's as `exp_avg/NAME`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, Files()
         self._stored: dict[str, Stored] = {}
-        for path in sorted((folder / OPTIMIZER).glob("*.safetensors")):
+        for path in (*folder.glob("adapter_model.safetensors"), *sorted((folder / OPTIMIZER).glob("*.safetensors"))):
             self._stored |= read_header(path)[0]
 
     def holds(self, kind: str, name: str) -> bool:
         return f"{kind}/{name}" in self._stored
 
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        if not self._is_there(name, shape):
+            raise ConfigError(Message("train.checkpoint-lacks-adapter", name=name, shape=list(shape)))
+        return self._files.read(self._stored[name], start, stop)
+
     def read_state(self, kind: str, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        stored = self._stored.get(f"{kind}/{name}")
-        if stored is None or stored.shape != shape:
+        if not self._is_there(f"{kind}/{name}", shape):
             said = {"folder": self._folder, "kind": kind, "name": name, "shape": list(shape)}
             raise ConfigError(Message("train.checkpoint-lacks-kind", **said))
-        return self._files.read(stored, start, stop)
+        return self._files.read(self._stored[f"{kind}/{name}"], start, stop)
+
+    def _is_there(self, name: str, shape: tuple[int, ...]) -> bool:
+        return name in self._stored and self._stored[name].shape == shape
 
     def close(self) -> None:
         self._files.close()
 
 
-class StoredStates(Protocol):
-    """fp32 copies and moments, by the name of the parameter."""
-
-    def holds(self, kind: str, name: str) -> bool: ...
-
-    def read_state(self, kind: str, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
+StoredStates = CheckpointFiles | NamedTensors
+"""fp32 copies and moments, by the name of the parameter."""
 Reader = Callable[[str, tuple[int, ...], int, int], Tensor]
 """Path and shape of a parameter, and which of its elements."""
 
 
-class AdapterFile:
-    """The adapters of a checkpoint, under PEFT's names."""
-
-    def __init__(self, folder: Path) -> None:
-        self._stored, _ = read_header(folder / "adapter_model.safetensors")
-        self._files = Files()
-
-    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        stored = self._stored.get(name)
-        if stored is None or stored.shape != shape:
-            raise ConfigError(Message("train.checkpoint-lacks-adapter", name=name, shape=list(shape)))
-        return self._files.read(stored, start, stop)
-
-
 def load(
-    found: FoundCheckpoint, engine: Engine, values: tuple[TensorSource, StoredStates], place: Place, *, filled: bool
+    found: FoundCheckpoint,
+    engine: Engine,
+    weights: TensorSource,
+    states: StoredStates,
+    place: Place,
+    *,
+    filled: bool,
 ) -> None:
     """Weights that train, their fp32 copies, moments and counters, as they were.
 
-    `values`: the checkpoint's own; `filled`: the model was filled from its weights.
+    `filled`: the model was filled from the checkpoint's weights.
     """
-    weights, states = values
 
     def put(target: Tensor, read: Reader, path: str, shape: tuple[int, ...], start: int) -> None:
         """In pieces, so that the host never holds more than one."""

@@ -21,9 +21,9 @@ from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme, resume
 from tightfit.train import place as places
-from tightfit.train.assemble import Assembled, TensorSource, assemble
+from tightfit.train.assemble import Assembled, assemble
 from tightfit.train.build import hf_config
-from tightfit.train.checkpoint import Habits, Saver, model_set
+from tightfit.train.checkpoint import Saver, model_set
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import Split, explain, open_samples, prepare, worst
@@ -226,14 +226,19 @@ class Worker:
         if found is not None:
             self._load(found, made)
         model = model_set(made, config, prepared.tokenizer, place)
-        orders = self.config.saving
-        on_the_way = orders.every_minutes is not None or (orders.every_steps or steps) < steps
-        habits = Habits(
-            keeping=Keeping(last=orders.keep_last, every_steps=orders.keep_every),
-            background=orders.async_save and on_the_way and not nvme.on_nvme(self.config.levers),
-            ranks_here=self.config.world.gpus_per_node,
-            masters=self.config.levers.precision != "fp32" and self.config.levers.master_weights,
-        )
+        saver, orders = None, config.saving
+        if not self.options.rehearse:
+            on_the_way = orders.every_minutes is not None or (orders.every_steps or steps) < steps
+            saver = Saver(
+                run=config.folder,
+                engine=made.engine,
+                model=model,
+                place=place,
+                keeping=Keeping(last=orders.keep_last, every_steps=orders.keep_every),
+                background=orders.async_save and on_the_way and not nvme.on_nvme(config.levers),
+                ranks_here=config.world.gpus_per_node,
+                masters=config.levers.precision != "fp32" and config.levers.master_weights,
+            )
         loop = Loop(
             config=config,
             engine=made.engine,
@@ -245,22 +250,22 @@ class Worker:
             samples=len(samples),
             steps=steps,
             stop=self.stop,
-            saver=None if self.options.rehearse else Saver(self.config.folder, made.engine, model, habits, self.place),
+            saver=saver,
             standing=lambda done: resume.describe_state(config, job, made.engine.counters(), done, _versions()),
             skips=self.options.skip_steps,
         )
         gc.collect()
         gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
-        if loop.saver is not None:
+        if saver is not None:
             self.stop.arm()
         try:
             ending = loop.run(0 if found is None else found.step)
         except Diverged:  # on all ranks alike, and a checkpoint that is being written is wanted now more than ever
-            if loop.saver is not None:
-                loop.saver.wait(self.events)
+            if saver is not None:
+                saver.wait(self.events)
             raise
-        if loop.saver is not None:
-            loop.saver.wait(self.events)
+        if saver is not None:
+            saver.wait(self.events)
         if ending == "finished" and not self.options.rehearse:
             self.events.heartbeat.at("save")
             began, folder = time.monotonic(), config.folder / MODEL
@@ -339,14 +344,14 @@ class Worker:
         """Afterwards nothing of the checkpoint's files is held open, or removing it would free no room."""
         self.events.doing(Message("train.loading-checkpoint"))
         whole = self.config.levers.lora is None
-        values: tuple[TensorSource, resume.StoredStates]
+        weights: TensorSource
+        states: resume.StoredStates
         if found.deepspeed is not None:
-            named = found.deepspeed.name_for(made.twin, adapters=not whole)
-            values = named, named
+            weights = states = found.deepspeed.name_for(made.twin, adapters=not whole)
         else:
-            weights = open_weights(found.folder, made.twin) if whole else resume.AdapterFile(found.folder)
-            values = weights, resume.StateFiles(found.folder)
-        resume.load(found, made.engine, values, self.place, filled=whole)
+            states = resume.CheckpointFiles(found.folder)
+            weights = open_weights(found.folder, made.twin) if whole else states
+        resume.load(found, made.engine, weights, states, self.place, filled=whole)
         self.events.report(Message("train.loading-checkpoint"), 1, 1)
 
     def assemble(self, prepared: Prepared, found: FoundCheckpoint | None) -> Assembled:
