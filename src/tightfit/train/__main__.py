@@ -29,8 +29,7 @@ from tightfit.types import TightfitError, UserError
 USER_ERROR, STOPPED = 2, 4
 CODES = {"finished": 0, "stopped": STOPPED, "timeout": STOPPED}
 """By how a run ended. One that stopped can go on from its checkpoint."""
-FAULTS = "TIGHTFIT_FAULTS"
-"""The tests' own variable: see `tests/injected_faults.py`."""
+FAULTS = "TIGHTFIT_FAULTS"  # the tests' own variable: see `tests/injected_faults.py`
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,8 +17,7 @@ from tightfit.train.build import DTYPES, body_of
 from tightfit.train.config import AdapterSettings
 from tightfit.types import ConfigError, Levers, Lora
 
-ReadWhole = Callable[[str, tuple[int, ...]], Tensor]
-"""A tensor's name and shape → its values, on the host."""
+ReadWhole = Callable[[str, tuple[int, ...]], Tensor]  # a tensor's name and shape → its values, on the host
 
 
 REFUSED = {name: {"out_proj", "conv1d"} for name in ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")}

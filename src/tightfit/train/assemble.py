@@ -44,8 +44,7 @@ class TensorSource(Protocol):
 class Assembled:
     engine: Engine
     hf_config: Any
-    twin: Any
-    """The same model without adapters on the meta device: names and shapes for saving."""
+    twin: Any  # the same model without adapters on the meta device: names and shapes for saving
     recomputed: int
     oddities: tuple[Message, ...]
     said: tuple[Message, ...]
@@ -171,8 +170,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 class Origin:
     """Where values come from."""
 
-    draws: TensorSource
-    """From the seed: adapters, and everything where there are no weights."""
+    draws: TensorSource  # from the seed: adapters, and everything where there are no weights
     weights: TensorSource | None
     rounding: torch.dtype
 

@@ -229,8 +229,7 @@ def audit(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) 
     return tuple(found)
 
 
-SMALLEST_MOVED_BYTES = 1 << 20
-"""A smaller tensor costs more to move than to keep."""
+SMALLEST_MOVED_BYTES = 1 << 20  # a smaller tensor costs more to move than to keep
 
 
 def recompute(model: Any, how: Checkpointing) -> int:

@@ -40,11 +40,9 @@ from tightfit.train.saved_model import ADAPTER, HOST_BYTES, FileStyle, Names, Sa
 from tightfit.train.saved_names import adapter_files, adapter_name, model_files, name_parts, names_of, rename_pieces
 from tightfit.train.shards import Shard, outline, plain_name, shards
 
-SLACK_BYTES = 64 * 2**20
-"""For config, tokenizer, manifest, and what a file system needs for itself."""
+SLACK_BYTES = 64 * 2**20  # for config, tokenizer, manifest, and what a file system needs for itself
 ALIGNED = 64
-SPARE_BYTES = 2 * 2**30
-"""What must stay free on the host beside the buffers."""
+SPARE_BYTES = 2 * 2**30  # what must stay free on the host beside the buffers
 
 
 class Staging:
@@ -59,8 +57,7 @@ class Staging:
     def __init__(self, sets: Iterable[TensorSet]) -> None:
         self.bytes = sum(_room(piece, each) for each in sets for piece in each.pieces())
         self._buffer: Tensor | None = None
-        self._queued = False
-        """Copies may be queued: the GPU can write to the buffer by itself."""
+        self._queued = False  # copies may be queued: the GPU can write to the buffer by itself
 
     def prepare(self, device: torch.device) -> Staging:
         """Take the memory; from any thread, once. `device`: where the pieces are."""
@@ -109,12 +106,9 @@ class Saver:
     place: Place
     keeping: Keeping
     background: bool
-    ranks_here: int
-    """That share this machine's memory."""
-    masters: bool
-    """Weights train in 16 bits, and their fp32 copies are worth a file of their own."""
-    last: int | None = None
-    """The step of the newest checkpoint that stands, as far as this run knows."""
+    ranks_here: int  # that share this machine's memory
+    masters: bool  # weights train in 16 bits, and their fp32 copies are worth a file of their own
+    last: int | None = None  # the step of the newest checkpoint that stands, as far as this run knows
 
     def __post_init__(self) -> None:
         self._barrier = side_meeting(self.place)

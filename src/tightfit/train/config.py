@@ -24,10 +24,8 @@ Milestone = Literal["init", "forward", "backward", "step"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     name: str
-    config: Mapping[str, Any] | None
-    """A Hugging Face config; None: the one that lies beside the weights."""
-    weights: str | None
-    """A folder or an id; None: they are drawn from the seed."""
+    config: Mapping[str, Any] | None  # a Hugging Face config; None: the one that lies beside the weights
+    weights: str | None  # a folder or an id; None: they are drawn from the seed
     parameters: int
     trust_remote_code: bool
 
@@ -95,20 +93,15 @@ class WorkerConfig:
     adapters: AdapterSettings | None
     world: World
     effective_batch: int
-    deepspeed: Mapping[str, Any] | None
-    """DeepSpeed's own config; None: the engine is another."""
-    data: Mapping[str, Any]
-    """The fields of `train.data.spec.DataSpec`, less those that stand elsewhere in this file."""
+    deepspeed: Mapping[str, Any] | None  # DeepSpeed's own config; None: the engine is another
+    data: Mapping[str, Any]  # the fields of `train.data.spec.DataSpec`, less those that stand elsewhere here
     training: OptimizerConfig
     evaluation_split: float
     evaluation_steps: int | None
-    folder: Path
-    """Of the run."""
-    plan: Path
-    """The folder where this file lies."""
+    folder: Path  # of the run
+    plan: Path  # the folder where this file lies
     saving: SavingOrders
-    logging_steps: int | None
-    """Steps between two lines of the log; None: time decides."""
+    logging_steps: int | None  # steps between two lines of the log; None: time decides
     timeout_s: int | None
     predicted: Prediction
 
@@ -126,8 +119,7 @@ class Options:
     resume: str = "auto"
     resume_anyway: bool = False
     trust_pickle: bool = False
-    skip_steps: frozenset[int] = frozenset()
-    """From 1."""
+    skip_steps: frozenset[int] = frozenset()  # from 1
 
 
 T = TypeVar("T")

@@ -21,11 +21,9 @@ from torch import Tensor
 
 BLOCK = 256
 """Elements that share a scale: a constant of bitsandbytes' optimizers, which they do not keep with a state."""
-PIECE = BLOCK * 2**13
-"""Elements that are converted at a time."""
+PIECE = BLOCK * 2**13  # elements that are converted at a time
 
-Which = Literal[1, 2]
-"""The first or the second moment."""
+Which = Literal[1, 2]  # the first or the second moment
 
 
 def is_eight_bit(state: Mapping[str, Any]) -> bool:

@@ -27,17 +27,14 @@ from tightfit.train.stop import Stop
 from tightfit.train.windows import Window, Windows, seed_step
 from tightfit.types import TightfitError
 
-RECENT = 20
-"""Steps that tokens a second and the time left are taken from."""
+RECENT = 20  # steps that tokens a second and the time left are taken from
 
 SMALLEST_SCALE = 1.0
 """Below it fp16 gradients are made smaller than they are, and still overflow; DeepSpeed gives up there as well."""
 
-SAMPLES = 16
-"""Of a window that are named."""
+SAMPLES = 16  # of a window that are named
 
-TELL_AFTER = 2
-"""Overflows in a row before they are worth a line."""
+TELL_AFTER = 2  # overflows in a row before they are worth a line
 
 Ending = Literal["finished", "timeout", "stopped"]
 
@@ -50,12 +47,9 @@ class Votes(NamedTuple):
     """What ranks agree on after each step, in one message."""
 
     loss: float
-    asked: float
-    """Ranks that were asked to stop."""
-    late: float
-    """Ranks whose clocks say that the time is over."""
-    due: float
-    """Whether rank 0's clock wants a checkpoint."""
+    asked: float  # ranks that were asked to stop
+    late: float  # ranks whose clocks say that the time is over
+    due: float  # whether rank 0's clock wants a checkpoint
 
 
 @dataclass(kw_only=True)
@@ -70,12 +64,9 @@ class Loop:
     samples: int
     steps: int
     stop: Stop
-    saver: Saver | None
-    """None: nothing is saved on the way."""
-    standing: Callable[[int], dict[str, Any]]
-    """What a checkpoint says of the run after so many steps."""
-    skips: frozenset[int] = frozenset()
-    """Steps whose samples are left out, from 1."""
+    saver: Saver | None  # None: nothing is saved on the way
+    standing: Callable[[int], dict[str, Any]]  # what a checkpoint says of the run after so many steps
+    skips: frozenset[int] = frozenset()  # steps whose samples are left out, from 1
     began: float = field(default_factory=time.monotonic)
     saved_at: float = field(default_factory=time.monotonic)
     step_seconds: list[float] = field(default_factory=list)

@@ -27,12 +27,10 @@ from tightfit.messages import Message
 from tightfit.owned import Patterns, find_strangers, flock, remove_folder
 from tightfit.types import Buckets, Levers, UserError
 
-SWAP_FILES = Patterns(r".*\.swp", r".*")
-"""What DeepSpeed writes below a rank's folder."""
+SWAP_FILES = Patterns(r".*\.swp", r".*")  # what DeepSpeed writes below a rank's folder
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
-CAN_LOCK = 1 << 14
-"""CAP_IPC_LOCK, among the capabilities of a process: it locks as much memory as it likes."""
+CAN_LOCK = 1 << 14  # CAP_IPC_LOCK, among the capabilities of a process: it locks as much memory as it likes
 
 
 class NvmeError(UserError):

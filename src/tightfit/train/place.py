@@ -20,12 +20,9 @@ from tightfit.messages import Message, text
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.types import ConfigError, HardwareError
 
-GROUP_TIMEOUT = timedelta(minutes=30)
-"""For a collective: one that takes longer hangs."""
-WRITING = timedelta(hours=6)
-"""For the rank whose disk is slowest, when a checkpoint is written."""
-PATIENCE = timedelta(days=2)
-"""For the rank that downloads weights and tokenises data."""
+GROUP_TIMEOUT = timedelta(minutes=30)  # for a collective: one that takes longer hangs
+WRITING = timedelta(hours=6)  # for the rank whose disk is slowest, when a checkpoint is written
+PATIENCE = timedelta(days=2)  # for the rank that downloads weights and tokenises data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +33,7 @@ class Place:
     device: torch.device
     launcher: str
     rehearsal: bool = False
-    job: str | None = None
-    """SLURM's number for what this is a rank of."""
+    job: str | None = None  # SLURM's number for what this is a rank of
 
     @property
     def leads(self) -> bool:

@@ -93,10 +93,8 @@ def recomputation(wanted: int, seen: int) -> PlanProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    now_bytes: int | None
-    """Allocated on the GPU; None: there is none."""
-    peak_bytes: int | None
-    """The most since the last `restart`."""
+    now_bytes: int | None  # allocated on the GPU; None: there is none
+    peak_bytes: int | None  # the most since the last `restart`
     reserved_bytes: int | None
     host_bytes: int
     host_peak_bytes: int
@@ -137,11 +135,9 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    seconds: float
-    """Of the last pass: what a step of this size takes."""
+    seconds: float  # of the last pass: what a step of this size takes
     peak_bytes: int | None
-    recomputed_layers: int
-    """How many layers ran a second time."""
+    recomputed_layers: int  # how many layers ran a second time
 
 
 class Milestones:

@@ -52,10 +52,8 @@ class FoundCheckpoint:
     folder: Path
     step: int
     state: Mapping[str, Any]
-    deepspeed: DeepSpeedCheckpoint | None = None
-    """It is one of another program, under its own names."""
-    weights_alone: bool = False
-    """The training begins with its weights, and the optimizer anew."""
+    deepspeed: DeepSpeedCheckpoint | None = None  # it is one of another program, under its own names
+    weights_alone: bool = False  # the training begins with its weights, and the optimizer anew
 
 
 def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpoint | None:
@@ -258,8 +256,7 @@ class CheckpointFiles:
         self._files.close()
 
 
-StoredStates = CheckpointFiles | NamedTensors
-"""fp32 copies and moments, by the name of the parameter."""
+StoredStates = CheckpointFiles | NamedTensors  # fp32 copies and moments, by the name of the parameter
 Reader = Callable[[str, tuple[int, ...], int, int], Tensor]
 """Path and shape of a parameter, and which of its elements."""
 

@@ -36,16 +36,13 @@ from tightfit.messages import Message
 from tightfit.train.shards import plain_name
 from tightfit.types import ModelError
 
-BLOCK = 2**20
-"""Elements that share a generator. Changing it changes every new model."""
+BLOCK = 2**20  # elements that share a generator; changing it changes every new model
 
-LARGEST_KEPT = 2**26
-"""Elements of a copied-in tensor that may be kept whole; larger ones fall back on the habits."""
+LARGEST_KEPT = 2**26  # elements of a copied-in tensor that may be kept whole; larger ones fall back on the habits
 
 DEFAULT_STD = 0.02
 
-_SOURCES = {"normal_", "uniform_", "fill_", "zero_"}
-"""What overwrites: whatever came before is forgotten."""
+_SOURCES = {"normal_", "uniform_", "fill_", "zero_"}  # what overwrites: whatever came before is forgotten
 
 _POINTWISE = {"add_", "sub_", "mul_", "div_", "neg_", "exp_", "log_", "sqrt_", "abs_", "erfinv_", "clamp_"}
 """What changes each element by itself, so that it can be replayed on any block."""
@@ -172,8 +169,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._numels = numels
-        self.rules: dict[str, InitRule | None] = {}
-        """None: touched in a way that cannot be repeated."""
+        self.rules: dict[str, InitRule | None] = {}  # None: touched in a way that cannot be repeated
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,8 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_S = 0.5
 """Whoever asks all processes of a service or of a machine reaches the ranks directly and through the desk as well:
 what comes so soon after the first signal is the same wish."""
-FLUSH_S = 2.0
-"""A disk that hangs, or a thread that does while it prints, holds nobody back longer."""
+FLUSH_S = 2.0  # a disk that hangs, or a thread that does while it prints, holds nobody back longer
 
 
 def leave(code: int) -> NoReturn:

@@ -45,8 +45,7 @@ try:  # their absence is an answer, not a crash; as Any, because much of what is
 except ImportError as error:
     MISSING = str(error)
 
-STEP = 256
-"""Sequence lengths are 1, 2 and 4 of it: a multiple of the chunks in which state-space models work."""
+STEP = 256  # sequence lengths are 1, 2 and 4 of it: a multiple of the chunks in which state-space models work
 
 ATTENTION = "tightfit_fused"
 """How the fused operator is registered. A name with 'flash' in it would make transformers look for that package."""
@@ -65,8 +64,7 @@ class Account:
     """One layer at one length, in bytes."""
 
     saved: int
-    forward: tuple[int, ...]
-    """Held after each operator of the forward pass, the layer's input included."""
+    forward: tuple[int, ...]  # held after each operator of the forward pass, the layer's input included
     backward: tuple[int, ...]
 
 

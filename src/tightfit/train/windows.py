@@ -25,14 +25,10 @@ from tightfit.types import Levers
 class Window:
     """One rank's part of a window."""
 
-    micro_batches: tuple[Any, ...]
-    """Arrays of sample numbers."""
-    divisor: float
-    """Tokens of the whole window, all ranks', that the loss counts."""
-    tokens: int
-    """Tokens of the whole window."""
-    samples: Any
-    """The numbers of all its samples."""
+    micro_batches: tuple[Any, ...]  # arrays of sample numbers
+    divisor: float  # tokens of the whole window, all ranks', that the loss counts
+    tokens: int  # tokens of the whole window
+    samples: Any  # the numbers of all its samples
 
 
 class Windows:

@@ -21,7 +21,7 @@ from tightfit.runs.folder import AUTO, NONE
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme, resume
 from tightfit.train import place as places
-from tightfit.train.assemble import Assembled, assemble
+from tightfit.train.assemble import Assembled, TensorSource, assemble
 from tightfit.train.build import hf_config
 from tightfit.train.checkpoint import Saver, model_set
 from tightfit.train.config import Options, WorkerConfig
@@ -44,10 +44,8 @@ from tightfit.train.watchers import watchers
 from tightfit.train.windows import Windows
 from tightfit.types import ConfigError, TightfitError
 
-EVERYBODY = "prepared"
-"""The key under which all ranks are told that data and weights are there."""
-MODEL = "model"
-"""The folder of the trained model, in the run's."""
+EVERYBODY = "prepared"  # the key under which all ranks are told that data and weights are there
+MODEL = "model"  # the folder of the trained model, in the run's
 
 
 class OthersFailed(TightfitError):

@@ -27,10 +27,8 @@ from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
 from tightfit.types import Levers, Optimizer, TightfitError
 
-MASTER = "master"
-"""The kind of the fp32 copies of weights; moments are called as torch's optimizers call them."""
-PIECE = BLOCK * 2**16
-"""Elements of an 8-bit state that are unpacked at a time."""
+MASTER = "master"  # the kind of the fp32 copies of weights; moments are called as torch's optimizers call them
+PIECE = BLOCK * 2**16  # elements of an 8-bit state that are unpacked at a time
 _EIGHT_BIT: dict[str, Which] = {"exp_avg": 1, "exp_avg_sq": 2}
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -40,8 +38,7 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 class Diverged(TightfitError):
     """The loss, or the gradients, are no numbers any more."""
 
-    kind: Literal["not-finite", "loss-scale"] = "not-finite"
-    """As the last words have it."""
+    kind: Literal["not-finite", "loss-scale"] = "not-finite"  # as the last words have it
 
 
 class ScaleExhausted(Diverged):
@@ -50,54 +47,43 @@ class ScaleExhausted(Diverged):
     kind = "loss-scale"
 
 
-AGAINST_OVERFLOWS = Message("engine.against-overflows")
-"""What helps where no loss scale does."""
+AGAINST_OVERFLOWS = Message("engine.against-overflows")  # what helps where no loss scale does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
     """What an optimizer step did."""
 
-    grad_norm: float | None
-    """Before clipping; None: nobody measured it."""
-    skipped: bool
-    """A gradient overflowed, and nothing was updated."""
-    loss_scale: float | None
-    """fp16's; None: there is none."""
+    grad_norm: float | None  # before clipping; None: nobody measured it
+    skipped: bool  # a gradient overflowed, and nothing was updated
+    loss_scale: float | None  # fp16's; None: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldHere:
     """What this rank really holds, to be set against the whole."""
 
-    weight_bytes: int
-    """Of parameters, on this rank, at rest."""
+    weight_bytes: int  # of parameters, on this rank, at rest
     whole_weight_bytes: int
     trainable_elements: int
-    weights_on: str
-    """cpu, cuda or nvme."""
+    weights_on: str  # cpu, cuda or nvme
     frozen_in: str
     """The precisions of floating-point weights that do not train, at rest; of 4-bit ones there is none to tell."""
     trained_in: str
-    state_elements: int
-    """Of the optimizer's fp32 copies or, without them, of what it works on; so are the next two."""
+    state_elements: int  # of the optimizer's fp32 copies or, without them, of what it works on; so are the next two
     optimizer_on: str
     optimizer_in: str
-    fair_elements: float
-    """The share of `state_elements` that a rank should have."""
+    fair_elements: float  # the share of `state_elements` that a rank should have
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     kind: str
-    path: str
-    """Of the parameter."""
+    path: str  # of the parameter
     shape: tuple[int, ...]
     start: int
-    tensor: Tensor
-    """Flat: elements [start, start + its own number)."""
-    alike: bool
-    """Every rank holds the same range: one of them writes it."""
+    tensor: Tensor  # flat: elements [start, start + its own number)
+    alike: bool  # every rank holds the same range: one of them writes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +91,8 @@ class LossScale:
     """fp16's loss scale."""
 
     value: float
-    good_steps: int
-    """Since the last overflow."""
-    hysteresis: int | None
-    """Overflows that are left before the scale falls, where an engine counts them."""
+    good_steps: int  # since the last overflow
+    hysteresis: int | None  # overflows that are left before the scale falls, where an engine counts them
 
     @classmethod
     def of_deepspeed(cls, scaler: Any) -> LossScale | None:
@@ -122,8 +106,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    optimizer_steps: int
-    """Those that were skipped do not count."""
+    optimizer_steps: int  # those that were skipped do not count
     scale: LossScale | None
 
 
@@ -182,8 +165,7 @@ class Engine(ABC):
     def __init__(self, model: Any, levers: Levers, place: Place) -> None:
         self.model, self._levers, self._place = model, levers, place
         self._loss = WindowLoss(model, levers.loss)
-        self._runs: Any = model
-        """What is called: the model, or what a library puts around it."""
+        self._runs: Any = model  # what is called: the model, or what a library puts around it
 
     def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
         """A micro batch's share of the window's mean loss, times the number of ranks.

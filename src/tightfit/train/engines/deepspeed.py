@@ -52,8 +52,7 @@ from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
-NVME_BUFFERS = 5
-"""DeepSpeed's own number, where a file says none."""
+NVME_BUFFERS = 5  # DeepSpeed's own number, where a file says none
 A_FEW_MINUTES, ONE_TO_TWO = Message("train.a-few-min"), Message("train.minutes-to", least=1, most=2)
 USUALLY = {
     "deepspeed_shm_comm": Message("train.minutes", minutes=1),
