@@ -10,7 +10,7 @@ from tightfit.train.probe import Meter
 
 def test_without_a_gpu_only_the_host_is_known() -> None:
     reading = Meter(torch.device("cpu")).read()
-    assert (reading.now_bytes, reading.peak_bytes, reading.reserved_bytes) == (None, None, None)
+    assert (reading.now_bytes, reading.peak_bytes) == (None, None)
     assert reading.alloc_retries is None
     assert 0 < reading.host_bytes <= reading.host_peak_bytes
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tightfit.messages import Message, Said
+from tightfit.messages import Message
 from tightfit.train.adapters import adapter_dtype
 from tightfit.train.build import DTYPES, layers_of, rests_in
 from tightfit.train.config import Milestone, Prediction, WorkerConfig
@@ -37,21 +37,18 @@ ROOM = 0.25
 """Small parameters are not sharded, and parts are padded; a share may be this much above the ideal and is still one."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanProof:
-    name: str
-    ok: bool
-    text: Said
+PlanProof = tuple[str, bool, Message]
+"""What was looked at, whether it is so, and a sentence about it."""
 
 
 def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanProof]:
     """What can be seen before the first batch."""
     levers, world = config.levers, place.world
     started = {"world": world, "launcher": place.launcher, "device": place.device.type, "nodes": config.world.nodes}
-    yield PlanProof("world", True, Message("train.ranks-started", **started))
+    yield "world", True, Message("train.ranks-started", **started)
     # An untied head or a layer too many would show here; 4-bit weights are counted by their bytes.
     trained, wanted = held.trainable_elements, config.predicted.trainable_parameters
-    yield PlanProof("parameters", trained == wanted, Message("train.parameters-train", trained=trained, wanted=wanted))
+    yield "parameters", trained == wanted, Message("train.parameters-train", trained=trained, wanted=wanted)
     # A training in another precision than planned computes all the same, and its losses hardly show it.
     words = {dtype: word for word, dtype in DTYPES.items()}
     frozen = words[rests_in(levers, trains=False)]
@@ -62,40 +59,39 @@ def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanP
     if held.frozen_in:
         text = Message("train.frozen-dtypes", frozen=held.frozen_in, planned=frozen, others=text)
     ok = (held.frozen_in or frozen, held.trained_in, held.optimizer_in) == (frozen, trained_in, works)
-    yield PlanProof("precision", ok, text)
+    yield "precision", ok, text
     if levers.shards_parameters:
         share = held.weight_bytes / max(1, held.whole_weight_bytes)
         small = config.levers.buckets.persistence_threshold * 4 / max(1, held.whole_weight_bytes)
         ok = world == 1 or share <= (1 + ROOM) / world + small
         here, whole = held.weight_bytes / MEBIBYTE, held.whole_weight_bytes / MEBIBYTE
-        yield PlanProof("weights", ok, Message("train.weights-sharded", held=here, whole=whole, share=share))
+        yield "weights", ok, Message("train.weights-sharded", held=here, whole=whole, share=share)
     if levers.engine != "zero0":
         share = held.state_elements / max(1, held.trainable_elements)
         ok = world == 1 or held.state_elements <= (1 + ROOM) * held.fair_elements + 1e-3 * held.trainable_elements
         here, whole = held.state_elements, held.trainable_elements
-        yield PlanProof("optimizer", ok, Message("train.optimizer-sharded", held=here, whole=whole, share=share))
+        yield "optimizer", ok, Message("train.optimizer-sharded", held=here, whole=whole, share=share)
     if place.on_gpu:
         if levers.offload_optimizer != "none":
             ok = "cuda" not in held.optimizer_on
-            yield PlanProof("offload_optimizer", ok, Message("train.optimizer-place", place=held.optimizer_on))
+            yield "offload_optimizer", ok, Message("train.optimizer-place", place=held.optimizer_on)
         if levers.offload_param != "none":
             ok = "cuda" not in held.weights_on
-            yield PlanProof("offload_param", ok, Message("train.weights-place", place=held.weights_on))
+            yield "offload_param", ok, Message("train.weights-place", place=held.weights_on)
 
 
 def recomputation(wanted: int, seen: int) -> PlanProof:
     """After the first backward pass: layers that really ran twice."""
+    text = Message("train.layers-recompute", seen=seen, wanted=wanted)
     if wanted == 0:
-        text = Message("train.none-recompute") if seen == 0 else Message("train.some-recompute", seen=seen)
-        return PlanProof("checkpointing", seen == 0, text)
-    return PlanProof("checkpointing", seen == wanted, Message("train.layers-recompute", seen=seen, wanted=wanted))
+        text = Message("train.some-recompute", seen=seen) if seen else Message("train.none-recompute")
+    return "checkpointing", seen == wanted, text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     now_bytes: int | None  # allocated on the GPU; None: there is none
     peak_bytes: int | None  # the most since the last `restart`
-    reserved_bytes: int | None
     host_bytes: int
     host_peak_bytes: int
     alloc_retries: int | None
@@ -122,22 +118,15 @@ class Meter:
         host = {name: rest for name, _, rest in (line.partition(":") for line in text.splitlines())}
         now, peak = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
         # Once: memory_allocated and its kin each read all of it again.
-        stats = torch.cuda.memory_stats(self._device) if self._on_gpu else None
+        stats = torch.cuda.memory_stats(self._device) if self._on_gpu else {}
+        missing = 0 if self._on_gpu else None
         return Reading(
-            now_bytes=None if stats is None else stats.get("allocated_bytes.all.current", 0),
-            peak_bytes=None if stats is None else stats.get("allocated_bytes.all.peak", 0),
-            reserved_bytes=None if stats is None else stats.get("reserved_bytes.all.peak", 0),
+            now_bytes=stats.get("allocated_bytes.all.current", missing),
+            peak_bytes=stats.get("allocated_bytes.all.peak", missing),
             host_bytes=now,
             host_peak_bytes=peak,
-            alloc_retries=None if stats is None else stats.get("num_alloc_retries", 0),
+            alloc_retries=stats.get("num_alloc_retries", missing),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
-    seconds: float  # of the last pass: what a step of this size takes
-    peak_bytes: int | None
-    recomputed_layers: int  # how many layers ran a second time
 
 
 class Milestones:
@@ -164,8 +153,13 @@ class Milestones:
         )
 
 
-def probe(engine: Engine, windows: Windows, window: Window, milestones: Milestones, place: Place) -> Probed:
-    """Run the window at learning rate zero, twice, and forget it."""
+def probe(
+    engine: Engine, windows: Windows, window: Window, milestones: Milestones, place: Place
+) -> tuple[float, int | None, int]:
+    """Run the window at learning rate zero, twice, and forget it.
+
+    The seconds of the last pass, which a step of this size takes; the peak; how many layers ran a second time.
+    """
     on_host, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(place.device) if place.on_gpu else None
     meter = milestones.meter
     meter.restart()
@@ -205,4 +199,4 @@ def probe(engine: Engine, windows: Windows, window: Window, milestones: Mileston
     torch.set_rng_state(on_host)
     if on_gpu is not None:
         torch.cuda.set_rng_state(on_gpu, place.device)
-    return Probed(seconds=seconds, peak_bytes=meter.read().peak_bytes, recomputed_layers=recomputed)
+    return seconds, meter.read().peak_bytes, recomputed

@@ -50,22 +50,8 @@ _POINTWISE = {"add_", "sub_", "mul_", "div_", "neg_", "exp_", "log_", "sqrt_", "
 _FACTORIES = {"arange", "rand", "randn", "ones", "zeros", "full", "empty", "linspace", "randint", "scalar_tensor"}
 
 
-@dataclass(frozen=True)
-class InitStep:
-    """One in-place operator with its arguments, as torch will be asked to repeat it."""
-
-    operator: str
-    arguments: tuple[Any, ...] = ()
-    named: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A stretch that is constant whatever the rest is: the row of a padding token."""
-
-    start: int
-    stop: int
-    value: float
+InitStep = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""One in-place operator with its arguments, as torch will be asked to repeat it."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +60,8 @@ class InitRule:
 
     steps: tuple[InitStep, ...]
     kept: torch.Tensor | None = None
-    patches: tuple[Patch, ...] = ()
+    patches: tuple[tuple[int, int, float], ...] = ()
+    """Stretches, from and to, that have one value whatever the rest is: the row of a padding token."""
 
 
 class Scratch:
@@ -134,19 +121,16 @@ class Scratch:
             kept = rule.kept
             drawn = torch.empty(high - low, dtype=torch.float32) if kept is None else kept[low:high].clone()
             generator = torch.Generator().manual_seed(seed_of(self._seed, plain_name(first), block))
-            for step in rule.steps:
-                named = dict(step.named)
-                if step.operator in ("normal_", "uniform_"):
-                    named["generator"] = generator
-                getattr(drawn, step.operator)(*step.arguments, **named)
-            for patch in rule.patches:
-                drawn[max(patch.start - low, 0) : max(patch.stop - low, 0)] = patch.value
+            for operator, arguments, named in rule.steps:
+                drawing = {"generator": generator} if operator in ("normal_", "uniform_") else {}
+                getattr(drawn, operator)(*arguments, **named, **drawing)
+            for begin, end, value in rule.patches:
+                drawn[max(begin - low, 0) : max(end - low, 0)] = value
             here = slice(max(start - low, 0), stop - low)
             result[max(low - start, 0) : max(low - start, 0) + drawn[here].numel()] = drawn[here]
 
-        if len(blocks) == 1 or self._threads == 1:
-            for block in blocks:
-                fill(block)
+        if len(blocks) == 1:
+            fill(blocks[0])
         else:
             with ThreadPoolExecutor(self._threads) as pool:
                 list(pool.map(fill, blocks))
@@ -167,8 +151,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, names: Mapping[int, str], numels: Mapping[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self._numels = numels
+        self._names, self._numels = names, numels
         self.rules: dict[str, InitRule | None] = {}  # None: touched in a way that cannot be repeated
 
     def __torch_dispatch__(
@@ -194,7 +177,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.numel() != self._numels[name] or not target.is_contiguous():  # a part of it
             if operator in ("zero_", "fill_") and target.is_contiguous() and before is not None:
                 low = int(target.storage_offset())
-                patch = Patch(low, low + target.numel(), float(arguments[0]) if arguments else 0.0)
+                patch = low, low + target.numel(), float(arguments[0]) if arguments else 0.0
                 return InitRule(before.steps, before.kept, (*before.patches, patch))
             return None
         if operator == "copy_":
@@ -206,7 +189,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords = {key: _number(value) for key, value in named.items() if key != "generator"}
         if any(isinstance(value, torch.Tensor) for value in (*values, *keywords.values())):
             return None
-        step = InitStep(operator, values, tuple(keywords.items()))
+        step = operator, values, keywords
         if operator in _SOURCES:
             return InitRule((step,))
         if operator in _POINTWISE and before is not None and not before.patches:
@@ -237,22 +220,26 @@ def _in_order(
 # --- habits --------------------------------------------------------------------------------------
 
 
+def _rule(operator: str, *arguments: float) -> InitRule:
+    return InitRule(((operator, arguments, {}),))
+
+
 def habit(name: str, shape: tuple[int, ...], std: float) -> InitRule:
     """What the library does with tensors that no model's own initialisation speaks of."""
     if name.endswith("bias"):
-        return InitRule((InitStep("zero_"),))
+        return _rule("zero_")
     if len(shape) <= 1 and ("norm" in name.lower() or "ln_" in name or name.rpartition(".")[2] == "weight"):
-        return InitRule((InitStep("fill_", (1.0,)),))
-    return InitRule((InitStep("normal_", (0.0, std)),))
+        return _rule("fill_", 1.0)
+    return _rule("normal_", 0.0, std)
 
 
 def _adapter_rule(name: str, shape: tuple[int, ...]) -> InitRule | None:
     """PEFT's `reset_lora_parameters`: A kaiming-uniform with a = sqrt(5), B zero; the reverse for embeddings."""
     if ".lora_B." in name or ".lora_embedding_A." in name:
-        return InitRule((InitStep("zero_"),))
+        return _rule("zero_")
     if ".lora_embedding_B." in name:
-        return InitRule((InitStep("normal_", (0.0, 1.0)),))
+        return _rule("normal_", 0.0, 1.0)
     if ".lora_A." in name:
         bound = 1 / math.sqrt(math.prod(shape[1:]))
-        return InitRule((InitStep("uniform_", (-bound, bound)),))
+        return _rule("uniform_", -bound, bound)
     return None

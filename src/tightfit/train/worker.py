@@ -218,9 +218,9 @@ class Worker:
         windows = dealt(samples)
         if self.options.probe:
             largest = windows.of(worst(samples, config.effective_batch))
-            probed = probe(made.engine, windows, largest, milestones, place)
-            self.events.write("probe", seconds=round(probed.seconds, 3), peak_bytes=probed.peak_bytes)
-            self._prove(recomputation(made.recomputed, probed.recomputed_layers))
+            seconds, peak_bytes, recomputed = probe(made.engine, windows, largest, milestones, place)
+            self.events.write("probe", seconds=round(seconds, 3), peak_bytes=peak_bytes)
+            self._prove(recomputation(made.recomputed, recomputed))
         if found is not None:
             self._load(found, made)
         model = model_set(made, config, prepared.tokenizer, place)
@@ -370,10 +370,10 @@ class Worker:
         return assemble(self.config, self.place, self.events, prepared.weights, checkpoint, cache)
 
     def _prove(self, *found: PlanProof) -> None:
-        for proof in found:
-            self.events.write("proof", name=proof.name, ok=proof.ok, text=proof.text)
-            if not proof.ok:
-                raise NotAsPlanned(Message("train.not-as-planned", proof=proof.text))
+        for name, ok, text in found:
+            self.events.write("proof", name=name, ok=ok, text=text)
+            if not ok:
+                raise NotAsPlanned(Message("train.not-as-planned", proof=text))
 
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
         reading, predicted = loop.meter.read(), self.config.predicted
