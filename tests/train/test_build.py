@@ -72,13 +72,13 @@ def test_the_audit_names_and_repairs_what_is_mixed() -> None:
     made = build.skeleton(config_of("llama"), torch.float16, "sdpa")
     made.model.layers[1].input_layernorm.weight = torch.nn.Parameter(torch.empty(32, device="meta"))
     made.model.norm.register_buffer("odd", torch.zeros(2, dtype=torch.float64))
-    found = build.audit(made, lambda *_: torch.float16)
+    found = build.audit(made, torch.float16)
     assert [str(each) for each in found] == [
         "model.layers.1.input_layernorm.weight was float32 and is float16",
         "model.norm.odd was float64 and is float32",
     ]
     assert {param.dtype for param in made.parameters()} == {torch.float16}
-    assert build.audit(made, lambda *_: torch.float16) == ()
+    assert build.audit(made, torch.float16) == ()
 
 
 def test_flash_without_a_gpu_or_the_package_is_said() -> None:

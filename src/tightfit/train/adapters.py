@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.messages import Message
-from tightfit.train.build import DTYPES, body_of
+from tightfit.train.build import DTYPES, body_of, cast_meta
 from tightfit.train.config import AdapterSettings
 from tightfit.types import ConfigError, Levers, Lora
 
 ReadWhole = Callable[[str, tuple[int, ...]], Tensor]  # a tensor's name and shape → its values, on the host
-
-
 REFUSED = {name: {"out_proj", "conv1d"} for name in ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")}
 """Modules by kind of model that PEFT does not adapt: their kernels read the weights and never call them."""
 
@@ -45,10 +43,7 @@ def add_adapters(model: Any, lora: Lora, settings: AdapterSettings, dtype: torch
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(Message("train.peft-targets", why=str(error).partition(chr(10))[0])) from error
-    for module in adapted.modules():
-        for leaf, param in list(module._parameters.items()):
-            if param is not None and param.requires_grad and param.dtype != dtype:
-                module._parameters[leaf] = nn.Parameter(param.data.to(dtype))
+    cast_meta(adapted, lambda _, param: dtype if param.requires_grad else param.dtype)
     return adapted
 
 

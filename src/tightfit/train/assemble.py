@@ -46,7 +46,6 @@ class Assembled:
     hf_config: Any
     twin: Any  # the same model without adapters on the meta device: names and shapes for saving
     recomputed: int
-    oddities: tuple[Message, ...]
     said: tuple[Message, ...]
 
 
@@ -99,9 +98,15 @@ def assemble(
         elif (folder := checkpoint or weights) is not None:
             source = open_weights(folder, twin, cache, progress=events.report)
         drawn = twin if levers.lora is None else adapt(skeleton())
-        origin = Origin(draws=Scratch(drawn, config.training.seed), weights=source, rounding=working)
+        draws = Scratch(drawn, config.training.seed)
+
+        def read(name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+            """Adapters are drawn from the seed, and everything where there are no weights."""
+            chosen: TensorSource = draws if source is None or ".lora_" in name else source
+            return chosen.read(name, shape, start, stop)
+
         model = skeleton()
-        oddities = build.audit(model, lambda *_: working)
+        oddities = build.audit(model, working)
         if zero3:
             assert config.deepspeed is not None
             model = build.partition(model, kernel, config.deepspeed, trust_remote_code=trusted)
@@ -109,7 +114,7 @@ def assemble(
             fill_buffers(model, source)
         build.freeze(model, levers)
         if method == "qlora":
-            quantise(model, origin.whole, place.device, working)
+            quantise(model, lambda name, shape: read(name, shape, 0, prod(shape)).view(shape), place.device, working)
         model = adapt(model)
         if not zero3:
             build.cast_meta(model, rests_in)
@@ -122,40 +127,27 @@ def assemble(
             if method != "qlora":  # packed weights cannot be cut before they are packed
                 shard(model, levers, place)
             materialise(model, place.device if method == "qlora" else rests_on)
-            fill(model, origin, place.rank, progress)
+            fill(model, read, working, place.rank, progress)
             if method == "qlora":
                 shard(model, levers, place)
             _move_buffers(model, place.device)
             engine = Fsdp2(model, levers, place, config.training)
         else:
             materialise(model, place.device)
-            fill(model, origin, place.rank, progress)
+            fill(model, read, working, place.rank, progress)
             from tightfit.train.engines.deepspeed import DeepSpeed, report_meanwhile
 
             with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
                 assert config.deepspeed is not None
                 engine = DeepSpeed(model, config.deepspeed, levers, place, config.training.weight_decay)
-    return Assembled(
-        engine=engine,
-        hf_config=hf,
-        twin=twin,
-        recomputed=recomputed,
-        oddities=oddities,
-        said=tuple(sentence for sentence in (said, scan_said) if sentence),
-    )
+    repaired = (Message("train.dtype-repaired", oddity=odd) for odd in oddities)
+    sentences = tuple(sentence for sentence in (said, scan_said, *repaired) if sentence)
+    return Assembled(engine=engine, hf_config=hf, twin=twin, recomputed=recomputed, said=sentences)
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Memory for every parameter that is still on the meta device, and buffers on the device; values come later."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for leaf, param in list(module._parameters.items()):
-            if param is None or param.device.type != "meta":
-                continue
-            if param not in made:
-                empty = torch.empty_like(param, device=device)
-                made[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
-            module._parameters[leaf] = made[param]
+    build.replace_meta(model, lambda _, param: torch.empty_like(param, device=device))
     _move_buffers(model, device)
 
 
@@ -166,24 +158,9 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[leaf] = buffer.to(device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where values come from."""
-
-    draws: TensorSource  # from the seed: adapters, and everything where there are no weights
-    weights: TensorSource | None
-    rounding: torch.dtype
-
-    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-        source = self.draws if self.weights is None or ".lora_" in name else self.weights
-        return source.read(name, shape, start, stop)
-
-    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """For what cannot be read in pieces: a matrix that is quantised."""
-        return self.read(name, shape, 0, prod(shape)).view(shape)
-
-
-def fill(model: nn.Module, origin: Origin, rank: int, progress: Callable[[int, int], None]) -> None:
+def fill(
+    model: nn.Module, read: Callable[..., Tensor], dtype: torch.dtype, rank: int, progress: Callable[[int, int], None]
+) -> None:
     """Every parameter that still waits for its values, straight into this rank's part of it."""
     waiting = [shard for shard in outline(model, rank) if shard.parameter.dtype.is_floating_point]  # 4-bit ones have
     total, done = sum(shard.size for shard in waiting), 0
@@ -192,8 +169,8 @@ def fill(model: nn.Module, origin: Origin, rank: int, progress: Callable[[int, i
             with shard.access(write=True) as target:
                 for begin in range(0, target.numel(), PIECE_ELEMENTS):
                     end = min(begin + PIECE_ELEMENTS, target.numel())
-                    values = origin.read(shard.name, shard.shape, shard.start + begin, shard.start + end)
-                    target[begin:end].copy_(values.to(origin.rounding))
+                    values = read(shard.name, shard.shape, shard.start + begin, shard.start + end)
+                    target[begin:end].copy_(values.to(dtype))
             done += shard.size
             progress(done, total)
 

@@ -157,18 +157,24 @@ def layers_of(model: Any) -> list[nn.Module]:
     return max((list(each) for each in lists), key=len)
 
 
-def cast_meta(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> None:
-    """Give parameters on the meta device other dtypes; a tied pair stays one parameter."""
+def replace_meta(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Put another tensor in the place of each parameter on the meta device; a tied pair stays one parameter."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for leaf, param in list(module._parameters.items()):
             if param is None or param.device.type != "meta":
                 continue
             if param not in made:
-                dtype = wanted(f"{prefix}.{leaf}" if prefix else leaf, param)
-                same = dtype == param.dtype
-                made[param] = param if same else nn.Parameter(param.to(dtype), requires_grad=param.requires_grad)
+                new = make(f"{prefix}.{leaf}" if prefix else leaf, param)
+                if not isinstance(new, nn.Parameter):  # else it is the same
+                    new = nn.Parameter(new, requires_grad=param.requires_grad)
+                made[param] = new
             module._parameters[leaf] = made[param]
+
+
+def cast_meta(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> None:
+    """Give parameters on the meta device other dtypes."""
+    replace_meta(model, lambda name, param: param.to(wanted(name, param)))
 
 
 @contextmanager
@@ -204,29 +210,30 @@ def freeze(model: Any, levers: Levers) -> None:
             module.requires_grad_(False)
 
 
-def audit(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtype]) -> tuple[Message, ...]:
-    """Give each floating-point parameter the dtype that it should have; what was not so before."""
-    found: list[Message] = []
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    def note(name: str, was: torch.dtype, now: torch.dtype) -> None:
-        if was != now:
-            old, new = (str(dtype).removeprefix("torch.") for dtype in (was, now))
-            found.append(Message("train.was-and-is", name=name, old=old, new=new))
+
+def audit(model: nn.Module, dtype: torch.dtype) -> tuple[Message, ...]:
+    """Give each floating-point parameter the dtype that it should have; what was not so before."""
+    changed: list[tuple[str, torch.dtype, torch.dtype]] = []
 
     def right(name: str, param: nn.Parameter) -> torch.dtype:
-        dtype = wanted(name, param)
-        if not param.dtype.is_floating_point:
-            return param.dtype
-        note(name, param.dtype, dtype)
-        return dtype
+        now = dtype if param.dtype.is_floating_point else param.dtype
+        changed.append((name, param.dtype, now))
+        return now
 
     cast_meta(model, right)
     for prefix, module in model.named_modules():
         for leaf, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.dtype == torch.float64:
                 module._buffers[leaf] = buffer.float()
-                note(f"{prefix}.{leaf}".lstrip("."), torch.float64, torch.float32)
-    return tuple(found)
+                changed.append((f"{prefix}.{leaf}".lstrip("."), torch.float64, torch.float32))
+    return tuple(
+        Message("train.was-and-is", name=name, old=_word(old), new=_word(new))
+        for name, old, new in changed
+        if old != new
+    )
 
 
 SMALLEST_MOVED_BYTES = 1 << 20  # a smaller tensor costs more to move than to keep

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,12 +29,9 @@ from tightfit.train.windows import Window, Windows, seed_step
 from tightfit.types import TightfitError
 
 RECENT = 20  # steps that tokens a second and the time left are taken from
-
 SMALLEST_SCALE = 1.0
 """Below it fp16 gradients are made smaller than they are, and still overflow; DeepSpeed gives up there as well."""
-
 SAMPLES = 16  # of a window that are named
-
 TELL_AFTER = 2  # overflows in a row before they are worth a line
 
 Ending = Literal["finished", "timeout", "stopped"]
@@ -85,8 +83,7 @@ class Loop:
             seed_step(self.config.training.seed, step, self.place)
             window = self.windows.window(step)
             if step + 1 in self.skips:
-                # It ruined the training, and the user allowed to skip it. The schedule goes on as if it had been
-                # trained on.
+                # It ruined the training, and the user allowed to skip it. The schedule goes on regardless.
                 self.events.write("warning", text=Message("train.step-skipped", step=step + 1, ids=_name(window)))
                 if (ending := self._save(step + 1, self._agree(0.0))) is not None:
                     return ending
@@ -132,8 +129,7 @@ class Loop:
         return "finished"
 
     def _agree(self, share: float) -> Votes:
-        limit, minutes = self.config.timeout_s, self.config.saving.every_minutes
-        now = time.monotonic()
+        limit, minutes, now = self.config.timeout_s, self.config.saving.every_minutes, time.monotonic()
         late = limit is not None and now - self.began >= limit
         due = self.place.leads and minutes is not None and now - self.saved_at >= 60 * minutes
         return Votes(*totals(self.place, share, float(self.stop.is_asked), float(late), float(due)))
@@ -182,21 +178,20 @@ class Loop:
             raise ScaleExhausted(
                 Message("train.scale-exhausted", step=step + 1, scale=stepped.loss_scale, advice=AGAINST_OVERFLOWS)
             )
-        if math.isfinite(loss) or (stepped.skipped and stepped.loss_scale is not None):
-            if stepped.grad_norm is None or math.isfinite(stepped.grad_norm) or stepped.skipped:
-                return
-            norm = str(stepped.grad_norm)  # and the weights with them
-            what = Message("train.bad-gradients", step=step + 1, norm=norm)
-        else:
+        if not math.isfinite(loss) and not (stepped.skipped and stepped.loss_scale is not None):
             what = Message("train.bad-loss", step=step + 1, loss=str(loss))
+        elif stepped.skipped or stepped.grad_norm is None or math.isfinite(stepped.grad_norm):
+            return
+        else:  # and the weights with them
+            what = Message("train.bad-gradients", step=step + 1, norm=str(stepped.grad_norm))
         raise Diverged(Message("train.diverged", what=what, ids=_name(window)))
 
     def _evaluate(self, step: int) -> None:
         """The mean loss of a token of what was held back. No logits outlive their micro batch. Every rank makes the
         same number of passes, for sharded weights are gathered by all."""
         every = self.config.evaluation_steps
-        last = step + 1 == self.steps
-        if self.held is None or not (last or (every is not None and (step + 1) % every == 0)):
+        is_due = step + 1 == self.steps or (every is not None and (step + 1) % every == 0)
+        if self.held is None or not is_due:
             return
         samples, windows = self.held
         micro, world, added = self.config.levers.micro_batch, self.place.world, 0.0
@@ -234,43 +229,38 @@ class OverflowWatch:
         self._layers = [(names[layer], layer) for layer in layers_of(model)]
         self._events = events
         self._hooks: list[Any] = []
-        self._seen: dict[str, str] = {}
+        self._seen: dict[str, str] = {}  # forward, backward → the layer that began
         self.streak = 0
 
     def after_step(self, step: int, skipped: bool, loss_scale: float | None) -> None:
-        """After each step."""
-        if skipped:
-            self.streak += 1
-            if self.streak >= TELL_AFTER:
-                where = next((each for each in ("forward", "backward") if each in self._seen), None)
-                began = None if where is None else self._seen[where]
-                told = {"streak": self.streak, "loss_scale": loss_scale, "layer": began, "where": where}
-                self._events.write("overflow", step=step, **told)
-        else:
-            self.streak = 0
+        self.streak = self.streak + 1 if skipped else 0
+        if self.streak >= TELL_AFTER:
+            where = next((each for each in ("forward", "backward") if each in self._seen), None)
+            told = {
+                "streak": self.streak,
+                "loss_scale": loss_scale,
+                "layer": self._seen.get(where or ""),
+                "where": where,
+            }
+            self._events.write("overflow", step=step, **told)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if not skipped:
-            return
-        self._seen = seen = {}
-        for name, layer in self._layers:
+        if skipped:
+            self._seen = {}
+            self._hooks = [layer.register_forward_hook(partial(self._look, name)) for name, layer in self._layers]
 
-            def look(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
-                first = output[0] if isinstance(output, tuple) else output
-                if not isinstance(first, Tensor):
-                    return
-                if "forward" not in seen and not _finite(first):
-                    seen["forward"] = name
-                if first.requires_grad:
-                    first.register_hook(lambda grad: note(grad, name))  # type: ignore[no-untyped-call]
+    def _look(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            self._note("forward", name, first)
+            if first.requires_grad:
+                # Backwards runs from the top: the first that is seen is the one that began.
+                first.register_hook(partial(self._note, "backward", name))  # type: ignore[no-untyped-call]
 
-            self._hooks.append(layer.register_forward_hook(look))
-
-        def note(grad: Tensor, name: str) -> None:
-            # Backwards runs from the top: the first that is seen is the one that began.
-            if "backward" not in seen and not _finite(grad):
-                seen["backward"] = name
+    def _note(self, where: str, name: str, values: Tensor) -> None:
+        if where not in self._seen and not _finite(values):
+            self._seen[where] = name
 
 
 def _finite(values: Tensor) -> bool:

@@ -211,8 +211,7 @@ class Worker:
         milestones = Milestones(self.events, meter, config.predicted, place)
         milestones.measure("init")
         self._prove(*proofs(config, place, made.engine.holdings()))
-        repaired = (Message("train.dtype-repaired", oddity=odd) for odd in made.oddities)
-        for sentence in (*prepared.said, *made.said, *repaired):
+        for sentence in (*prepared.said, *made.said):
             self.events.write("warning", text=sentence)
         dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
         windows = dealt(samples)
