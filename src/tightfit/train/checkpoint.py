@@ -33,7 +33,7 @@ from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manif
 from tightfit.train.assemble import Assembled
 from tightfit.train.build import DTYPES
 from tightfit.train.config import WorkerConfig
-from tightfit.train.engines import MASTER, Engine, trainable
+from tightfit.train.engines import MASTER, Engine
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, totals
 from tightfit.train.saved_model import ADAPTER, HOST_BYTES, FileStyle, Names, SaveError, TensorPiece, TensorSet, Writer
@@ -280,7 +280,8 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
-        shapes = {MASTER: {shard.path: shard.shape for shard in trainable(engine.model, place.rank)}, **shapes}
+        trained = (shard for shard in outline(engine.model, place.rank) if shard.parameter.requires_grad)
+        shapes = {MASTER: {shard.path: shard.shape for shard in trained}, **shapes}
     names: Names = {
         f"{kind}/{state_name(path)}": (shape, torch.float32)
         for kind, held in shapes.items()

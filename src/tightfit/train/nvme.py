@@ -16,7 +16,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,10 @@ def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, 
         if flock(lock, wait=False) == "busy":  # else the process holds it open, and so locked, to its end
             os.close(lock)
             raise NvmeError(Message("train.nvme-in-use", folder=folder))
-    # What an earlier run left is written over, so its room counts as free.
     has = 0
     for folder in folders:
         has += shutil.disk_usage(folder).free
+        # What an earlier run left is written over, so its room counts as free.
         for path in folder.glob("zero_stage_3/*/rank*/*.swp"):
             with suppress(OSError):
                 has += path.stat().st_blocks * 512
@@ -91,8 +91,7 @@ def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, 
         said = {"need": file_bytes / GIBIBYTE, "free": has / GIBIBYTE}
         raise NvmeError(Message("train.nvme-too-small", path=", ".join(sorted(map(str, folders))), **said))
     # At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32.
-    zero = deepspeed["zero_optimization"]
-    usual = Buckets()
+    zero, usual = deepspeed["zero_optimization"], Buckets()
     group = min(int(zero.get("sub_group_size", usual.sub_group_size)), trained)
     param, optimizer = zero.get("offload_param", {}), zero.get("offload_optimizer", {})
     locked = 0
@@ -167,18 +166,14 @@ def resident(param: Any, *, write: bool) -> Iterator[None]:
     swapper, part = param.nvme_swapper, param.ds_tensor
     if part.status == PartitionedParamStatus.INFLIGHT:  # fetched ahead for a pass that did not come
         swapper.synchronize_reads()
-    here = part.status == PartitionedParamStatus.AVAILABLE
-    if not here:
-        swapper.swap_in([param], async_op=False)
-    written = False
-    try:
+    with ExitStack() as release:
+        if part.status != PartitionedParamStatus.AVAILABLE:
+            swapper.swap_in([param], async_op=False)
+            release.callback(swapper.remove_partition_and_release_buffers, [param])
         yield
         if write:
             swapper.swap_out_and_release([param])
-            written = True
-    finally:
-        if not here and not written:
-            swapper.remove_partition_and_release_buffers([param])
+            release.pop_all()
 
 
 # --- the optimizer -------------------------------------------------------------------------------
@@ -193,10 +188,10 @@ def nvme_states(wrapper: Any, write: bool) -> Iterator[tuple[int, dict[str, Tens
     """
     for number, master in enumerate(wrapper.fp32_partitioned_groups_flat):
         in_file = wrapper._swappable_optimizer_subgroup(number)
-        if in_file:
-            wrapper._optimizer_states_and_gradient_swap_in(number)
-        written = False
-        try:
+        with ExitStack() as release:
+            if in_file:
+                wrapper._optimizer_states_and_gradient_swap_in(number)
+                release.callback(wrapper._release_swap_buffers, number)
             if write:
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -207,7 +202,4 @@ def nvme_states(wrapper: Any, write: bool) -> Iterator[tuple[int, dict[str, Tens
             yield number, {"master": master.data} | {name: state[name].data for name in MOMENTS if name in state}
             if in_file and write:
                 wrapper._optimizer_states_and_gradient_swap_out(number)
-                written = True
-        finally:
-            if in_file and not written:
-                wrapper._release_swap_buffers(number)
+                release.pop_all()

@@ -31,19 +31,17 @@ import json
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tightfit.messages import Message, Said, as_json, message_of
+from tightfit.messages import Message, as_json, message_of
 
-MISSING: str | None = None
-try:  # their absence is an answer, not a crash; as Any, because much of what is used here is untyped
-    torch: Any = import_module("torch")
-    transformers: Any = import_module("transformers")
-except ImportError as error:
-    MISSING = str(error)
+torch: Any = None  # as Any, because much of what is used here is untyped
+transformers: Any = None
+with suppress(ImportError):  # their absence is an answer, not a crash
+    torch, transformers = import_module("torch"), import_module("transformers")
 
 STEP = 256  # sequence lengths are 1, 2 and 4 of it: a multiple of the chunks in which state-space models work
 
@@ -51,28 +49,19 @@ ATTENTION = "tightfit_fused"
 """How the fused operator is registered. A name with 'flash' in it would make transformers look for that package."""
 
 
+Account = dict[Literal["saved", "forward", "backward"], list[int]]
+"""One layer at one length, in bytes: all that is saved; held after each operator, the layer's input included."""
+
+
 class TraceError(Exception):
-    """The model cannot be measured; `kind` is 'missing', 'unknown' or 'failed'."""
-
-    def __init__(self, kind: str, message: Said) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-@dataclass(frozen=True)
-class Account:
-    """One layer at one length, in bytes."""
-
-    saved: int
-    forward: tuple[int, ...]  # held after each operator of the forward pass, the layer's input included
-    backward: tuple[int, ...]
+    """The model cannot be measured."""
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        answer = trace(Path(arguments[0]))
+        answer = {"error": {"kind": "missing"}} if torch is None else trace(Path(arguments[0]))
     except TraceError as error:
-        answer = {"error": {"kind": error.kind, "message": as_json(message_of(error))}}
+        answer = {"error": {"kind": "failed", "message": as_json(message_of(error))}}
     sys.stdout.write(json.dumps(answer, default=as_json) + "\n")
     return 0
 
@@ -82,8 +71,6 @@ def trace(path: Path) -> dict[str, Any]:
 
     The fused attention is tried first, then what the model brings itself; the first that runs is it.
     """
-    if MISSING is not None:
-        raise TraceError("missing", MISSING)
     transformers.utils.logging.set_verbosity_error()
     problem: Exception | None = None
     for attention in (ATTENTION, "sdpa", "eager"):
@@ -97,14 +84,14 @@ def trace(path: Path) -> dict[str, Any]:
         if attention != ATTENTION:
             answer["notes"].append(Message("train.attention-measured", attention=attention))
         return answer
-    raise TraceError("failed", f"{type(problem).__name__}: {problem}")
+    raise TraceError(f"{type(problem).__name__}: {problem}")
 
 
 def _measure(model: Any) -> dict[str, Any]:
     # Where the list of modules lives that holds most of the parameters.
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     if not lists:
-        raise TraceError("failed", Message("train.trace-no-layers"))
+        raise TraceError(Message("train.trace-no-layers"))
     stem, all_layers = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
     # Names and shapes of all parameters: before the layers, of each layer, after the layers.
     before: list[Any] = []
@@ -158,9 +145,9 @@ def _build(path: Path, attention: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:
-        raise TraceError("unknown", Message("train.trace-config", why=error)) from error
+        raise TraceError(Message("train.trace-config", why=error)) from error
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise TraceError("unknown", Message("train.trace-no-model", model_type=config.model_type))
+        raise TraceError(Message("train.trace-no-model", model_type=config.model_type))
     with torch.device("meta"):
         maker = transformers.AutoModelForCausalLM
         return maker.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
@@ -191,16 +178,10 @@ def _costs(model: Any, layers: list[Any]) -> tuple[list[dict[str, int]], list[Me
     costs, bent = [], False
     for i, layer in enumerate(layers):
         short, longer, longest = (_account(layer, *call[i]) for call in calls)
-        costs.append(
-            {
-                "saved_bytes_per_token": _slope([short.saved], [longer.saved], step),
-                "forward_bytes_per_token": _slope(short.forward, longer.forward, step),
-                "backward_bytes_per_token": _slope(short.backward, longer.backward, step),
-            }
-        )
-        bent = bent or longest.saved - longer.saved > 1.01 * 2 * (longer.saved - short.saved)
-    note = Message("train.trace-grows", length=2 * step)
-    return costs, [note] if bent else []
+        costs.append({f"{name}_bytes_per_token": _slope(short[name], longer[name], step) for name in short})
+        few, more, most = (sum(each["saved"]) for each in (short, longer, longest))
+        bent = bent or most - more > 1.01 * 2 * (more - few)
+    return costs, [Message("train.trace-grows", length=2 * step)] if bent else []
 
 
 def _slope(short: Sequence[int], longer: Sequence[int], step: int) -> int:
@@ -234,7 +215,7 @@ def _capture(model: Any, layers: list[Any], length: int) -> dict[int, tuple[tupl
     finally:
         for handle in handles:
             handle.remove()
-    raise TraceError("failed", Message("train.trace-uncalled"))
+    raise TraceError(Message("train.trace-uncalled"))
 
 
 def _account(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Account:
@@ -265,11 +246,10 @@ def _account(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Accou
         end = _leave([value for value in _tensors_in(output) if value.requires_grad])
         del output
         saved_bytes = sum(storage.nbytes() for storage in saved.values())
-        forward = tuple(ledger.moments)
-        ledger.moments.clear()
+        forward, ledger.moments = ledger.moments, []
         end.backward()
     layer.zero_grad(set_to_none=True)
-    return Account(saved_bytes, forward, tuple(ledger.moments))
+    return {"saved": [saved_bytes], "forward": forward, "backward": ledger.moments}
 
 
 def _tensors_in(tree: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tightfit.messages import Message
 from tightfit.train.build import DTYPES
@@ -117,41 +117,6 @@ def moments(optimizer: Optimizer) -> tuple[str, ...]:
     return ("exp_avg_sq",) if optimizer == "adafactor" else ("exp_avg", "exp_avg_sq")
 
 
-def trainable(model: nn.Module, rank: int) -> list[Shard]:
-    return [shard for shard in outline(model, rank) if shard.parameter.requires_grad]
-
-
-def per_parameter(
-    trainable: Iterable[Shard], states: Mapping[Any, Any], copies: Mapping[int, Tensor], *, write: bool
-) -> Iterator[State]:
-    """Of an optimizer that works on the parameters, on this rank's parts of them, or on fp32 copies of whole ones.
-
-    `copies`: those, by the id of the parameter.
-    """
-    for shard in trainable:
-        worked_on = copies.get(id(shard.parameter), shard.parameter)
-        if worked_on is not shard.parameter:
-            yield State(MASTER, shard.path, shard.shape, 0, worked_on.detach().view(-1), alike=True)
-        held = states.get(worked_on, {})
-        if "state1" in held:
-            for kind, which in _EIGHT_BIT.items():
-                for begin in range(0, shard.size, PIECE):
-                    values = read_8bit(held, which, begin, min(begin + PIECE, shard.size))
-                    yield State(kind, shard.path, shard.shape, shard.start + begin, values, alike=not shard.cut)
-                    if write:
-                        write_8bit(held, which, values, begin)
-            continue
-        for kind, tensor in held.items():
-            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-                continue  # a counter
-            local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
-            flat = local.detach().reshape(-1)
-            if shard.cut or tuple(local.shape) == shard.shape:
-                yield State(kind, shard.path, shard.shape, shard.start, flat, alike=not shard.cut)
-            else:  # adafactor's rows and columns
-                yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
-
-
 def precisions(tensors: Iterable[Tensor]) -> str:
     """Of those with floating-point numbers: bf16, or bf16,fp32."""
     words = {dtype: word for word, dtype in DTYPES.items()}
@@ -179,6 +144,39 @@ class Engine(ABC):
     def train(self, mode: bool) -> None:
         """Training, or evaluation."""
         self._runs.train(mode)
+
+    def _trainable(self) -> list[Shard]:
+        return [shard for shard in outline(self.model, self._place.rank) if shard.parameter.requires_grad]
+
+    def _states_per_parameter(
+        self, states: Mapping[Any, Any], copies: Mapping[int, Tensor], *, write: bool
+    ) -> Iterator[State]:
+        """Of an optimizer that works on the parameters, on this rank's parts of them, or on fp32 copies of whole ones.
+
+        `copies`: those, by the id of the parameter.
+        """
+        for shard in self._trainable():
+            worked_on = copies.get(id(shard.parameter), shard.parameter)
+            if worked_on is not shard.parameter:
+                yield State(MASTER, shard.path, shard.shape, 0, worked_on.detach().view(-1), alike=True)
+            held = states.get(worked_on, {})
+            if "state1" in held:
+                for kind, which in _EIGHT_BIT.items():
+                    for begin in range(0, shard.size, PIECE):
+                        values = read_8bit(held, which, begin, min(begin + PIECE, shard.size))
+                        yield State(kind, shard.path, shard.shape, shard.start + begin, values, alike=not shard.cut)
+                        if write:
+                            write_8bit(held, which, values, begin)
+                continue
+            for kind, tensor in held.items():
+                if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                    continue  # a counter
+                local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
+                flat = local.detach().reshape(-1)
+                if shard.cut or tuple(local.shape) == shard.shape:
+                    yield State(kind, shard.path, shard.shape, shard.start, flat, alike=not shard.cut)
+                else:  # adafactor's rows and columns
+                    yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -210,10 +208,12 @@ class Engine(ABC):
         """Weights and states were written from outside, as they were after `step` steps."""
 
     @abstractmethod
-    def holdings(self) -> HeldHere: ...
+    def _worked_on(self) -> tuple[Iterable[Tensor], int, str, float]:
+        """The optimizer's fp32 copies or, without them, what it works on; how many elements this rank has of it, where,
+        and how many would be its share."""
 
-    def _weigh(self, worked_on: Iterable[Tensor], elements: int, optimizer_on: str, fair: float) -> HeldHere:
-        """With what the engine says of its optimizer."""
+    def holdings(self) -> HeldHere:
+        worked_on, elements, optimizer_on, fair = self._worked_on()
         shards = list(outline(self.model, self._place.rank))
         resting = [(shard.parameter, getattr(shard.parameter, "ds_tensor", shard.parameter)) for shard in shards]
         return HeldHere(

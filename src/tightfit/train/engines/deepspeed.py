@@ -38,15 +38,12 @@ from tightfit.train.engines import (
     MASTER,
     Counters,
     Engine,
-    HeldHere,
     LossScale,
     ScaleExhausted,
     Shapes,
     State,
     Stepped,
     moments,
-    per_parameter,
-    trainable,
 )
 from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
@@ -147,7 +144,7 @@ class DeepSpeed(Engine):
             setattr(self._engine, counter, 0)
 
     def states(self, *, write: bool) -> Iterator[State]:
-        wrapper, basic, shards = self._wrapper, self._basic, trainable(self.model, self._place.rank)
+        wrapper, basic, shards = self._wrapper, self._basic, self._trainable()
         if hasattr(wrapper, "grad_position"):  # stage 3
             flats = wrapper.fp32_partitioned_groups_flat
             if getattr(wrapper, "swap_optimizer", False):
@@ -189,10 +186,10 @@ class DeepSpeed(Engine):
             # The fp32 copy of each parameter, by the parameter's id; empty: the optimizer works on the parameters.
             pairs = zip(getattr(wrapper, "fp16_groups", ()), getattr(wrapper, "fp32_groups", ()), strict=True)
             copies = {id(param): each for params, made in pairs for param, each in zip(params, made, strict=True)}
-            yield from per_parameter(shards, basic.state, copies, write=write)
+            yield from self._states_per_parameter(basic.state, copies, write=write)
 
     def shapes(self) -> Shapes:
-        shards = trainable(self.model, self._place.rank)
+        shards = self._trainable()
         is_flat = any(hasattr(self._wrapper, name) for name in ("grad_position", "fp32_groups_flat"))
         if is_flat or any(hasattr(shard.parameter, "_hp_mapping") for shard in shards):
             whole = {shard.path: shard.shape for shard in shards}
@@ -221,7 +218,7 @@ class DeepSpeed(Engine):
             kept[0].partition(kept)
             kept[0].all_gather(kept)
 
-    def holdings(self) -> HeldHere:
+    def _worked_on(self) -> tuple[Iterable[Tensor], int, str, float]:
         # The fp32 copies that this rank's optimizer works on, or what it works on instead.
         vectors = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
         worked_on = next(filter(None, (getattr(self._wrapper, name, None) for name in vectors)), None)
@@ -233,8 +230,8 @@ class DeepSpeed(Engine):
             in_file = self._wrapper._swappable_optimizer_subgroup
             elements = [int(numel) for numel in self._wrapper.fp16_partitioned_groups_flat_numel]
             places = ["nvme" if in_file(number) else place for number, place in enumerate(places)]
-        trained = sum(shard.numel for shard in trainable(self.model, self._place.rank))
-        return self._weigh(masters, sum(elements), ",".join(sorted(set(places))), trained / self._place.world)
+        fair = sum(shard.numel for shard in self._trainable()) / self._place.world
+        return masters, sum(elements), ",".join(sorted(set(places))), fair
 
 
 def _elementwise(flat: Tensor, basic: Any) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,14 +22,11 @@ from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import (
     Counters,
     Engine,
-    HeldHere,
     LossScale,
     Shapes,
     State,
     Stepped,
     moments,
-    per_parameter,
-    trainable,
 )
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
@@ -64,7 +61,7 @@ class Fsdp2(Engine):
         super().__init__(model, levers, place)
         if levers.optimizer == "adafactor":
             raise ConfigError(Message("engine.adafactor-fsdp2"))
-        self._trainable, self._clip = [param for param in model.parameters() if param.requires_grad], training.clip
+        self._clip = training.clip
         self._optimizer = optimizers.make_optimizer(
             levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
         )
@@ -78,7 +75,6 @@ class Fsdp2(Engine):
         return torch.amp.GradScaler(self._rests_on, init_scale=2.0**self._first_power, growth_interval=GROWTH_INTERVAL)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        del last  # gradients are reduced at every micro batch
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
 
@@ -86,7 +82,8 @@ class Fsdp2(Engine):
         optimizers.set_rate(self._optimizer, learning_rate)
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
-        norm = nn.utils.clip_grad_norm_(self._trainable, self._clip if self._clip > 0 else float("inf"))
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        norm = nn.utils.clip_grad_norm_(trained, self._clip if self._clip > 0 else float("inf"))
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         skipped = not bool(torch.isfinite(norm))
         if self._scaler is not None:
@@ -104,10 +101,10 @@ class Fsdp2(Engine):
 
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)
-        return per_parameter(trainable(self.model, self._place.rank), self._optimizer.state, {}, write=write)
+        return self._states_per_parameter(self._optimizer.state, {}, write=write)
 
     def shapes(self) -> Shapes:
-        whole = {shard.path: shard.shape for shard in trainable(self.model, self._place.rank)}
+        whole = {shard.path: shard.shape for shard in self._trainable()}
         return dict.fromkeys(moments(self._levers.optimizer), whole)
 
     def counters(self) -> Counters:
@@ -118,16 +115,15 @@ class Fsdp2(Engine):
         return Counters(optimizer_steps=optimizers.count_steps(self._optimizer), scale=scale)
 
     def go_on(self, counters: Counters, step: int) -> None:
-        del step  # it counts nothing itself
         optimizers.set_steps(self._optimizer, counters.optimizer_steps)
         if self._scaler is not None and counters.scale is not None:
             tracked = self._scaler.state_dict()
             tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
             self._scaler.load_state_dict(tracked)
 
-    def holdings(self) -> HeldHere:
-        shards = trainable(self.model, self._place.rank)
+    def _worked_on(self) -> tuple[Iterable[Tensor], int, str, float]:
+        shards = self._trainable()
         # Whole rows are shared out: of few of them a rank has more than an even share.
         fair = sum(-(-shard.shape[0] // self._place.world) * (shard.numel // shard.shape[0]) for shard in shards)
         worked_on = (param for group in self._optimizer.param_groups for param in group["params"])
-        return self._weigh(worked_on, sum(shard.size for shard in shards), self._rests_on, fair)
+        return worked_on, sum(shard.size for shard in shards), self._rests_on, fair
