@@ -29,28 +29,19 @@ from tightfit.types import TightfitError, UserError
 USER_ERROR, STOPPED = 2, 4
 CODES = {"finished": 0, "stopped": STOPPED, "timeout": STOPPED}
 """By how a run ended. One that stopped can go on from its checkpoint."""
+OTHER_WORK = {"preview": "tightfit.train.data.preview", "export": "tightfit.train.export"}
 FAULTS = "TIGHTFIT_FAULTS"  # the tests' own variable: see `tests/injected_faults.py`
 
 
 def main(argv: Sequence[str]) -> int:
     try:
         choose_language()
-    except UserError as error:
-        print(f"tightfit: {error}", file=sys.stderr)  # noqa: T201
-        return USER_ERROR
-    if not argv or argv[0] not in ("preview", "export"):
-        _work(argv)
-    try:
-        if argv[0] == "preview":
-            from tightfit.train.data.preview import main as preview
-
-            return preview(argv[1])
-        from tightfit.train.export import main as export
-
-        return export(argv[1])
+        if argv and argv[0] in OTHER_WORK:
+            return int(import_module(OTHER_WORK[argv[0]]).main(argv[1]))
     except UserError as error:
         print(f"tightfit: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
         return USER_ERROR
+    _work(argv)
 
 
 def read_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -78,18 +69,15 @@ def _read_steps(words: str) -> frozenset[int]:
 def _work(argv: Sequence[str]) -> NoReturn:
     args = read_options(argv)
     stop = Stop().install()
-    # The stacks of all threads go to the log: when the supervisor asks for them, and at a crash in native code.
-    from tightfit.runs.heartbeat import DUMP
-
-    faulthandler.enable()
-    faulthandler.register(DUMP, all_threads=True)
-    # End when whoever started this rank is gone.
+    from tightfit.runs.heartbeat import DISK_FULL, DUMP, Heartbeat
     from tightfit.runs.processes import PARENT_FD, end_with_parent
 
-    if PARENT_FD in os.environ:
+    # The stacks of all threads go to the log: when the supervisor asks for them, and at a crash in native code.
+    faulthandler.enable()
+    faulthandler.register(DUMP, all_threads=True)
+    if PARENT_FD in os.environ:  # end when whoever started this rank is gone
         end_with_parent(int(os.environ.pop(PARENT_FD)))
     set_environment()
-    from tightfit.runs.heartbeat import DISK_FULL, Heartbeat
     from tightfit.runs.lock import InUse
     from tightfit.runs.records import USERS, write_last_words
     from tightfit.train.config import Options, read_worker_config

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from tightfit.formats.worker.read import read_worker
 from tightfit.inputs.flags import levers_as_written
 from tightfit.inputs.records import read_json
+from tightfit.job import Evaluation, Saving
 from tightfit.messages import Message
 from tightfit.types import ConfigError, Levers, PhaseName
 
@@ -63,15 +64,6 @@ class AdapterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavingOrders:
-    every_steps: int | None
-    every_minutes: float | None
-    keep_last: int
-    keep_every: int | None
-    async_save: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the desk expects, to be held against what is measured."""
 
@@ -96,11 +88,10 @@ class WorkerConfig:
     deepspeed: Mapping[str, Any] | None  # DeepSpeed's own config; None: the engine is another
     data: Mapping[str, Any]  # the fields of `train.data.spec.DataSpec`, less those that stand elsewhere here
     training: OptimizerConfig
-    evaluation_split: float
-    evaluation_steps: int | None
+    evaluation: Evaluation
     folder: Path  # of the run
     plan: Path  # the folder where this file lies
-    saving: SavingOrders
+    saving: Saving
     logging_steps: int | None  # steps between two lines of the log; None: time decides
     timeout_s: int | None
     predicted: Prediction
@@ -150,11 +141,10 @@ def read_worker_config(path: Path) -> WorkerConfig:
             deepspeed=deepspeed,
             data=tree["data"],
             training=OptimizerConfig(**tree["training"]),
-            evaluation_split=tree["evaluation"]["split"],
-            evaluation_steps=tree["evaluation"]["every_steps"],
+            evaluation=_pick(Evaluation, tree["evaluation"]),
             folder=(path.parent / tree["saving"]["folder"]).absolute(),
             plan=path.parent.absolute(),
-            saving=_pick(SavingOrders, tree["saving"]),
+            saving=_pick(Saving, tree["saving"]),
             logging_steps=tree.get("logging_steps"),
             timeout_s=tree["timeout_s"],
             predicted=_pick(

@@ -189,7 +189,7 @@ class Loop:
     def _evaluate(self, step: int) -> None:
         """The mean loss of a token of what was held back. No logits outlive their micro batch. Every rank makes the
         same number of passes, for sharded weights are gathered by all."""
-        every = self.config.evaluation_steps
+        every = self.config.evaluation.every_steps
         is_due = step + 1 == self.steps or (every is not None and (step + 1) % every == 0)
         if self.held is None or not is_due:
             return

@@ -26,17 +26,15 @@ Groups = list[dict[str, Any]]
 
 def groups(model: nn.Module, weight_decay: float) -> Groups:
     """What trains, in one group; with weight decay, norms and biases in another one without."""
-    decayed: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
+    params: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
     for name, param in model.named_parameters():
         if param.requires_grad:
             # Matrices decay. A_log is one by its shape alone: Mamba's authors keep decay off it.
             is_matrix = len(getattr(param, "ds_shape", param.shape)) >= 2 and not name.endswith(("A_log", "bias"))
-            (decayed if weight_decay and is_matrix else rest).append(param)
-    if not decayed and not rest:
+            params[weight_decay if is_matrix else 0.0].append(param)
+    if not any(params.values()):
         raise ConfigError(Message("train.nothing-trains"))
-    made = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [group for group in made if group["params"]]
+    return [{"params": held, "weight_decay": decay} for decay, held in params.items() if held]
 
 
 def make_optimizer(kind: Optimizer, param_groups: Groups, *, fused: bool) -> torch.optim.Optimizer:
@@ -48,8 +46,8 @@ def make_optimizer(kind: Optimizer, param_groups: Groups, *, fused: bool) -> tor
     if kind == "adafactor":
         from transformers.optimization import Adafactor
 
-        factored: Any = Adafactor
-        made: torch.optim.Optimizer = factored(param_groups, lr=0.0, relative_step=False, scale_parameter=False)
+        maker: Any = Adafactor
+        made: torch.optim.Optimizer = maker(param_groups, lr=0.0, relative_step=False, scale_parameter=False)
         return made
 
     def make_8bit(groups: Groups) -> torch.optim.Optimizer:
@@ -76,9 +74,8 @@ class LocalParts(torch.optim.Optimizer):
 
     def __init__(self, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]) -> None:
         super().__init__(groups, {"lr": 0.0})
-        self.locals: dict[Tensor, nn.Parameter] = {
-            param: nn.Parameter(_part(param)) for group in self.param_groups for param in group["params"]
-        }
+        params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
+        self.locals = {param: nn.Parameter(_part(param)) for param in params}
         self.inner = make([group | {"params": [self.locals[p] for p in group["params"]]} for group in groups])
         for param, local in self.locals.items():
             self.state[param] = self.inner.state[local]
@@ -112,8 +109,7 @@ def make_states(optimizer: Any, worked_on: Iterable[Tensor] | None = None) -> No
     `worked_on`: the tensors in question, where an engine took the parameters out of the groups.
     """
     if isinstance(optimizer, LocalParts):
-        make_states(optimizer.inner)
-        return
+        optimizer = optimizer.inner
     if isinstance(optimizer, torch.optim.SGD):
         return  # without momentum there is nothing to keep
     kind = type(optimizer).__name__

@@ -180,7 +180,7 @@ def job_of(config: WorkerConfig, hf_config: Any, samples: Samples) -> dict[str, 
             "path": str(config.data.get("path")),
             "samples": len(samples),
             "fingerprint": samples.fingerprint,
-            "held_back": config.evaluation_split,
+            "held_back": config.evaluation.split,
         },
     }
 

@@ -42,13 +42,10 @@ class Windows:
 
     def of(self, indices: Any) -> Window:
         """The window of these samples, in this order."""
-        micro, world, rank = self._levers.micro_batch, self._place.world, self._place.rank
-        stride = micro * world
-        mine = tuple(
-            indices[begin + rank * micro : begin + (rank + 1) * micro] for begin in range(0, len(indices), stride)
-        )
+        micro, rank = self._levers.micro_batch, self._place.rank
+        begins = range(rank * micro, len(indices) + rank * micro, micro * self._place.world)
         return Window(
-            micro_batches=mine,
+            micro_batches=tuple(indices[begin : begin + micro] for begin in begins),
             divisor=float(max(1, int(self._samples.loss_tokens[indices].sum()))),
             tokens=int(self._samples.lengths[indices].sum()),
             samples=indices,
@@ -56,8 +53,7 @@ class Windows:
 
     def inputs(self, window: Window) -> Iterator[dict[str, Tensor]]:
         """The tensors of each micro batch, on the device."""
-        for indices in window.micro_batches:
-            yield self.tensors(indices)
+        return map(self.tensors, window.micro_batches)
 
     def tensors(self, indices: Any, pad_to: int | None = None, unheard: Any = None) -> dict[str, Tensor]:
         """`unheard`: which of the rows do not count in the loss."""
@@ -69,10 +65,10 @@ class Windows:
         tensors = {"input_ids": made.input_ids, "labels": made.labels}
         if made.position_ids is not None:
             tensors["position_ids"] = made.position_ids
-        if not self._place.on_gpu:
-            return tensors
-        device = self._place.device
-        return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+        if self._place.on_gpu:
+            device = self._place.device
+            tensors = {name: each.pin_memory().to(device, non_blocking=True) for name, each in tensors.items()}
+        return tensors
 
 
 def seed_step(seed: int, step: int, place: Place) -> None:

@@ -100,7 +100,7 @@ def run(
 def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
     return DataSpec(
         **config.data,
-        evaluation_split=config.evaluation_split,
+        evaluation_split=config.evaluation.split,
         sequence=config.levers.sequence,
         seed=config.training.seed,
         model_type=model_type,
