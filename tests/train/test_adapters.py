@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tightfit.train.adapters import add_adapters, quantise
+from tightfit.train.build import add_adapters, quantise
 from tightfit.train.config import AdapterSettings
 from tightfit.types import Lora
 

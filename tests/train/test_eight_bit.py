@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tightfit.train import optimizers
 from tightfit.train.config import read_worker_config
-from tightfit.train.eight_bit import BLOCK, PIECE, Which, is_eight_bit, quantise, read_8bit, write_8bit
+from tightfit.train.optimizers import BLOCK, PIECE, Which, is_eight_bit, quantise, read_8bit, write_8bit
 
 RATE = 1e-2
 MOMENTS: tuple[Which, ...] = (1, 2)
@@ -114,7 +114,7 @@ def test_other_values_are_rounded_no_worse_than_bitsandbytes_does(signed: bool) 
 
 
 def test_pieces_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.train.eight_bit.PIECE", 2 * BLOCK)
+    monkeypatch.setattr("tightfit.train.optimizers.PIECE", 2 * BLOCK)
     optimizer, (param, twin) = eight_bit((123, 45), (123, 45))
     stepped(optimizer, [param, twin], 3)
     numel = param.numel()

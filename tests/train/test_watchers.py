@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.train.watchers import watchers
+from tightfit.train.events import watchers
 from tightfit.types import ConfigError
 
 STEP: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     if find_spec("tensorboard") is None:
         pytest.skip("tensorboard is not installed")
     write = (
-        "import sys; from pathlib import Path; from tightfit.train.watchers import watchers\n"
+        "import sys; from pathlib import Path; from tightfit.train.events import watchers\n"
         f"watcher = watchers(Path(sys.argv[1]), True, False, {FACTS!r})\n"
         f"for what, of in {TOLD!r}: watcher.tell(what, of)\nwatcher.close()\n"
     )
@@ -141,7 +141,7 @@ def test_the_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pytest.skip("wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     script = (
-        "import sys; from pathlib import Path; from tightfit.train.watchers import watchers\n"
+        "import sys; from pathlib import Path; from tightfit.train.events import watchers\n"
         f"watcher = watchers(Path(sys.argv[1]), False, True, {FACTS!r})\n"
         f"for what, of in {TOLD!r}: watcher.tell(what, of)\nwatcher.close()\n"
     )

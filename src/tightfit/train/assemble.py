@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from tightfit.messages import Message
 from tightfit.train import build
-from tightfit.train.adapters import adapter_dtype, add_adapters, quantise
 from tightfit.train.config import WorkerConfig
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
@@ -57,10 +56,8 @@ def assemble(
     checkpoint: Path | DeepSpeedCheckpoint | None,
     cache: Path,
 ) -> Assembled:
-    """The engine, with every parameter filled.
-
-    `weights`: of the model that the job names; None: they are drawn. `checkpoint`: one whose weights take their place.
-    """
+    """The engine, with every parameter filled. `weights`: of the model that the job names; None: they are drawn.
+    `checkpoint`: one whose weights take their place."""
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError(Message("train.zero0-fp16"))
@@ -85,7 +82,7 @@ def assemble(
         if levers.lora is None:
             return model
         assert config.adapters is not None
-        return add_adapters(model, levers.lora, config.adapters, adapter_dtype(levers))
+        return build.add_adapters(model, levers.lora, config.adapters, build.adapter_dtype(levers))
 
     def rests_in(name: str, param: nn.Parameter) -> torch.dtype:
         return param.dtype if ".lora_" in name else build.rests_in(levers, trains=param.requires_grad)
@@ -114,7 +111,9 @@ def assemble(
             fill_buffers(model, source)
         build.freeze(model, levers)
         if method == "qlora":
-            quantise(model, lambda name, shape: read(name, shape, 0, prod(shape)).view(shape), place.device, working)
+            build.quantise(
+                model, lambda name, shape: read(name, shape, 0, prod(shape)).view(shape), place.device, working
+            )
         model = adapt(model)
         if not zero3:
             build.cast_meta(model, rests_in)
@@ -158,19 +157,25 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[leaf] = buffer.to(device)
 
 
-def fill(
-    model: nn.Module, read: Callable[..., Tensor], dtype: torch.dtype, rank: int, progress: Callable[[int, int], None]
-) -> None:
+Reader = Callable[[str, tuple[int, ...], int, int], Tensor]
+"""Name and shape of a parameter, and which of its elements."""
+
+
+def read_into(target: Tensor, read: Reader, name: str, shape: tuple[int, ...], start: int) -> None:
+    """In pieces, so that the host never holds more than one."""
+    for begin in range(0, target.numel(), PIECE_ELEMENTS):
+        end = min(begin + PIECE_ELEMENTS, target.numel())
+        target[begin:end].copy_(read(name, shape, start + begin, start + end))
+
+
+def fill(model: nn.Module, read: Reader, dtype: torch.dtype, rank: int, progress: Callable[[int, int], None]) -> None:
     """Every parameter that still waits for its values, straight into this rank's part of it."""
     waiting = [shard for shard in outline(model, rank) if shard.parameter.dtype.is_floating_point]  # 4-bit ones have
     total, done = sum(shard.size for shard in waiting), 0
     with torch.no_grad():
         for shard in waiting:
             with shard.access(write=True) as target:
-                for begin in range(0, target.numel(), PIECE_ELEMENTS):
-                    end = min(begin + PIECE_ELEMENTS, target.numel())
-                    values = read(shard.name, shard.shape, shard.start + begin, shard.start + end)
-                    target[begin:end].copy_(values.to(dtype))
+                read_into(target, lambda *where: read(*where).to(dtype), shard.name, shard.shape, shard.start)
             done += shard.size
             progress(done, total)
 

@@ -217,12 +217,9 @@ class Loop:
 
 
 class OverflowWatch:
-    """fp16 overflows: how many in a row, and which layer began.
-
-    A skipped step now and then is how a dynamic loss scale finds its level. A streak is trouble, and its cause is a
-    layer: so after an overflow the next window is watched, layer by layer, and the first one whose output or whose
-    gradient is not finite is named.
-    """
+    """fp16 overflows: how many in a row, and which layer began. A skipped step now and then is how a dynamic loss scale
+    finds its level. A streak is trouble, and its cause is a layer: so after an overflow the next window is watched,
+    layer by layer, and the first one whose output or whose gradient is not finite is named."""
 
     def __init__(self, model: nn.Module, events: Events) -> None:
         names = {module: name for name, module in model.named_modules()}

@@ -108,10 +108,8 @@ def _scale_in_place(tensor: Tensor, factor: Tensor) -> Tensor:
 def linear_cross_entropy(
     hidden_BLH: Tensor, weight_VH: Tensor, labels_BL: Tensor, divisor: float | None = None, times: float = 1.0
 ) -> Tensor:
-    """Next-token loss of `hidden @ weight.T * times` against `labels` shifted by one; -100 is ignored.
-
-    The sum over tokens is divided by `divisor`; None: by their number, which gives the mean.
-    """
+    """Next-token loss of `hidden @ weight.T * times` against `labels` shifted by one; -100 is ignored. The sum over
+    tokens is divided by `divisor`; None: by their number, which gives the mean."""
     labels_T = torch.nn.functional.pad(labels_BL, (0, 1), value=-100)[..., 1:].reshape(-1)
     hidden_TH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
     if not torch.is_grad_enabled():

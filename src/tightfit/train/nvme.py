@@ -45,11 +45,9 @@ def on_nvme(levers: Levers) -> bool:
 
 
 def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, file_bytes: int) -> None:
-    """Refuse what would fail later without a word that helps; nothing is built for it.
-
-    `trained`: how many numbers each of the `world` ranks trains; `file_bytes`: of all ranks that are on this node.
-    The folders are this process's until it ends.
-    """
+    """Refuse what would fail later without a word that helps; nothing is built for it. `trained`: how many numbers each
+    of the `world` ranks trains; `file_bytes`: of all ranks that are on this node. The folders are this process's until
+    it ends."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     folders = _folders(deepspeed)

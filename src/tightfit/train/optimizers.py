@@ -4,13 +4,23 @@ bitsandbytes hands pointers to its kernels and refuses the DTensors that FSDP2's
 of states go element by element over one tensor, so each rank can let it work on the plain tensor that lies under each
 of its shards (`LocalParts`). What the engine sees stays a DTensor: the loss scale's check and the clipping look at all
 ranks' gradients, and only the step itself is local.
+
+States of 8 bits are read and written as fp32 numbers. bitsandbytes keeps one as one byte an element, an index into a
+map of 256 numbers between -1 and 1, and one fp32 scale for each block of elements: a value is its number times its
+block's scale. To quantise, the scale is the block's largest magnitude and each element takes the nearest number.
+
+That alone is no exact inverse. The signed map has 1 and no -1: where the largest element is negative its number is
+about -0.993, so the values read back have a smaller magnitude, and a scale taken from them would be too small. Such a
+block is recognised: if the scale that this end of the map implies gives every value back bit for bit, it is the one
+the values were made with. Values then survive any number of round trips, as long as the blocks are the same; the next
+step sees nothing else of a state. A parameter with few elements has plain fp32 states, which are copied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +31,11 @@ from tightfit.train.config import OptimizerConfig
 from tightfit.types import ConfigError, Optimizer
 
 BETAS, EPS = (0.9, 0.999), 1e-8
+BLOCK = 256
+"""Elements that share a scale: a constant of bitsandbytes' optimizers, which they do not keep with a state."""
+PIECE = BLOCK * 2**13  # elements that are converted at a time
+
+Which = Literal[1, 2]  # the first or the second moment
 Groups = list[dict[str, Any]]
 
 
@@ -66,11 +81,9 @@ def make_optimizer(kind: Optimizer, param_groups: Groups, *, fused: bool) -> tor
 
 
 class LocalParts(torch.optim.Optimizer):
-    """Groups and states by DTensor, as other optimizers have them; `inner` has the same by local part.
-
-    `state[param]` is the very dict that `inner.state[local]` is. A rank without rows of a parameter has an empty part,
-    which is never stepped and has no states.
-    """
+    """Groups and states by DTensor, as other optimizers have them; `inner` has the same by local part. `state[param]`
+    is the very dict that `inner.state[local]` is. A rank without rows of a parameter has an empty part, which is never
+    stepped and has no states."""
 
     def __init__(self, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]) -> None:
         super().__init__(groups, {"lr": 0.0})
@@ -105,9 +118,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 def make_states(optimizer: Any, worked_on: Iterable[Tensor] | None = None) -> None:
     """The states that the first step would make, with zero moments; those that are there stay, and no weight moves.
-
-    `worked_on`: the tensors in question, where an engine took the parameters out of the groups.
-    """
+    `worked_on`: the tensors in question, where an engine took the parameters out of the groups."""
     if isinstance(optimizer, LocalParts):
         optimizer = optimizer.inner
     if isinstance(optimizer, torch.optim.SGD):
@@ -186,3 +197,76 @@ def learning_rate(training: OptimizerConfig, step: int, steps: int) -> float:
         return peak
     done = (step - warm) / max(1, steps - warm)
     return peak * (1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+
+# --- states of 8 bits ----------------------------------------------------------------------------
+
+
+def is_eight_bit(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's states have 8 bits; small parameters' have 32, and are `state1` and `state2` as well."""
+    return "qmap1" in state
+
+
+def read_8bit(state: Mapping[str, Any], which: Which, start: int = 0, stop: int | None = None) -> Tensor:
+    """The elements from `start` up to `stop` of a moment, flat, in fp32, where the parameter is."""
+    codes: Tensor = state[f"state{which}"].view(-1)
+    stop = codes.numel() if stop is None else stop
+    if not is_eight_bit(state):
+        return codes[start:stop].clone()
+    numbers, scales = state[f"qmap{which}"], state[f"absmax{which}"]
+    made = torch.empty(stop - start, dtype=torch.float32, device=scales.device)
+    for at in range(start, stop, PIECE):
+        end = min(at + PIECE, stop)
+        picked = numbers[codes[at:end].to(scales.device, torch.int32)]
+        blocks = torch.arange(at, end, device=scales.device) // BLOCK
+        torch.mul(picked, scales[blocks], out=made[at - start : end - start])
+    return made
+
+
+def write_8bit(state: Mapping[str, Any], which: Which, values: Tensor, start: int = 0) -> None:
+    """Put `values` in place from element `start` on; whole blocks of them, or up to the end."""
+    codes: Tensor = state[f"state{which}"].view(-1)
+    values = values.reshape(-1)
+    stop = start + values.numel()
+    if not is_eight_bit(state):
+        codes[start:stop].copy_(values)
+        return
+    if start % BLOCK or (stop % BLOCK and stop != codes.numel()):
+        raise ValueError(f"elements {start} to {stop} are no whole blocks of {BLOCK}")
+    numbers, scales = state[f"qmap{which}"], state[f"absmax{which}"]
+    for at in range(start, stop, PIECE):
+        end = min(at + PIECE, stop)
+        piece = values[at - start : end - start].to(scales.device, torch.float32)
+        piece = torch.nn.functional.pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
+        found, scale = quantise(piece, numbers)
+        codes[at:end].copy_(found.view(-1)[: end - at])
+        scales[at // BLOCK : -(-end // BLOCK)].copy_(scale)
+
+
+def quantise(blocks: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices into the map and scales of blocks, a row each."""
+    scales = blocks.abs().amax(dim=1)
+    codes = _nearest(blocks, scales, numbers)
+    if numbers[0] < 0:
+        lost = (_values(codes, scales, numbers) != blocks).any(dim=1) & (blocks.amin(dim=1) == -scales)
+        rows = lost.nonzero().view(-1)
+        # A scale that the most negative element implies, wherever that gives every value back.
+        implied = scales[rows] / -numbers[0]
+        up, down = torch.full_like(implied, torch.inf), torch.zeros_like(implied)
+        above, below = torch.nextafter(implied, up), torch.nextafter(implied, down)
+        for guess in (implied, above, below, torch.nextafter(above, up), torch.nextafter(below, down)):
+            found = _nearest(blocks[rows], guess, numbers)
+            exact = (_values(found, guess, numbers) == blocks[rows]).all(dim=1)
+            codes[rows[exact]], scales[rows[exact]] = found[exact], guess[exact]
+    codes[scales == 0] = 0  # as bitsandbytes makes them
+    return codes, scales
+
+
+def _nearest(blocks: Tensor, scales: Tensor, numbers: Tensor) -> Tensor:
+    middles = (numbers[1:].double() + numbers[:-1].double()) / 2
+    scaled = blocks / torch.where(scales > 0, scales, 1)[:, None]
+    return torch.bucketize(scaled, middles.float(), out_int32=True)
+
+
+def _values(codes: Tensor, scales: Tensor, numbers: Tensor) -> Tensor:
+    return numbers[codes] * scales[:, None]

@@ -178,7 +178,6 @@ def meet(place: Place) -> None:
 
 def side_meeting(place: Place) -> Callable[[], None]:
     """A way to wait for every rank from another thread: a group of its own, so that nothing of the training's is met.
-
     All ranks ask for it at the same moment."""
     if place.is_alone:
         return lambda: None

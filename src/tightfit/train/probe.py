@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from tightfit.messages import Message
-from tightfit.train.adapters import adapter_dtype
-from tightfit.train.build import DTYPES, layers_of, rests_in
+from tightfit.train.build import DTYPES, adapter_dtype, layers_of, rests_in
 from tightfit.train.config import Milestone, Prediction, WorkerConfig
 from tightfit.train.engines import Engine, HeldHere
 from tightfit.train.events import Events
@@ -156,10 +155,8 @@ class Milestones:
 def probe(
     engine: Engine, windows: Windows, window: Window, milestones: Milestones, place: Place
 ) -> tuple[float, int | None, int]:
-    """Run the window at learning rate zero, twice, and forget it.
-
-    The seconds of the last pass, which a step of this size takes; the peak; how many layers ran a second time.
-    """
+    """Run the window at learning rate zero, twice, and forget it. The seconds of the last pass, which a step of this
+    size takes; the peak; how many layers ran a second time."""
     on_host, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(place.device) if place.on_gpu else None
     meter = milestones.meter
     meter.restart()

@@ -12,7 +12,7 @@ step's number says which samples come next, whatever the number of ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import OPTIMIZER, SCHEMA, Torn, Unknown
 from tightfit.runs.folder import AUTO, NONE, set_aside
-from tightfit.train.assemble import PIECE_ELEMENTS, TensorSource
+from tightfit.train.assemble import Reader, TensorSource, read_into
 from tightfit.train.checkpoint import state_name
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data.samples import Samples
@@ -257,8 +257,6 @@ class CheckpointFiles:
 
 
 StoredStates = CheckpointFiles | NamedTensors  # fp32 copies and moments, by the name of the parameter
-Reader = Callable[[str, tuple[int, ...], int, int], Tensor]
-"""Path and shape of a parameter, and which of its elements."""
 
 
 def load(
@@ -270,16 +268,8 @@ def load(
     *,
     filled: bool,
 ) -> None:
-    """Weights that train, their fp32 copies, moments and counters, as they were.
-
-    `filled`: the model was filled from the checkpoint's weights.
-    """
-
-    def put(target: Tensor, read: Reader, path: str, shape: tuple[int, ...], start: int) -> None:
-        """In pieces, so that the host never holds more than one."""
-        for begin in range(0, target.numel(), PIECE_ELEMENTS):
-            end = min(begin + PIECE_ELEMENTS, target.numel())
-            target[begin:end].copy_(read(path, shape, start + begin, start + end))
+    """Weights that train, their fp32 copies, moments and counters, as they were. `filled`: the model was filled from
+    the checkpoint's weights."""
 
     def moment(kind: str) -> Reader:
         return lambda path, *where: states.read_state(kind, state_name(path), *where)
@@ -298,12 +288,12 @@ def load(
             done = filled and not (wide and states.holds(MASTER, state_name(shard.path)))
             if shard.parameter.requires_grad and not done:
                 with shard.access(write=True) as target:
-                    put(target, master if wide else weight, shard.path, shard.shape, shard.start)
+                    read_into(target, master if wide else weight, shard.path, shard.shape, shard.start)
         for state in engine.states(write=True):
             if found.weights_alone and state.kind != MASTER:
                 continue
             read = master if state.kind == MASTER else moment(state.kind)
-            put(state.tensor, read, state.path, state.shape, state.start)
+            read_into(state.tensor, read, state.path, state.shape, state.start)
     states.close()
     try:
         steps, scale = int(found.state["optimizer"]["steps"]), found.state["loss_scale"]

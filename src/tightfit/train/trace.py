@@ -67,10 +67,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def trace(path: Path) -> dict[str, Any]:
-    """Everything the desk needs to know about the model of this config.json.
-
-    The fused attention is tried first, then what the model brings itself; the first that runs is it.
-    """
+    """Everything the desk needs to know about the model of this config.json. The fused attention is tried first, then
+    what the model brings itself; the first that runs is it."""
     transformers.utils.logging.set_verbosity_error()
     problem: Exception | None = None
     for attention in (ATTENTION, "sdpa", "eager"):
@@ -292,10 +290,8 @@ def _make_ledger(known: set[int], start: int) -> Any:
 
 
 def _leave(outputs: list[Any]) -> Any:
-    """A scalar that depends on the outputs without keeping them; backward, it makes their gradients.
-
-    In a model the layer's output lives on only where the next layer saves it, and is counted there.
-    """
+    """A scalar that depends on the outputs without keeping them; backward, it makes their gradients. In a model the
+    layer's output lives on only where the next layer saves it, and is counted there."""
 
     class Leave(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod

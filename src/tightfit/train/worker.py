@@ -31,7 +31,7 @@ from tightfit.train.data.spec import DataSpec
 from tightfit.train.data.tokens import load_tokenizer, pad_id
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed
 from tightfit.train.engines import Diverged
-from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of
+from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of, watchers
 from tightfit.train.loop import Ending, Loop
 from tightfit.train.place import Place
 from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
@@ -40,7 +40,6 @@ from tightfit.train.saved_model import write_model
 from tightfit.train.sources import open_weights
 from tightfit.train.sources_hub import find_weights
 from tightfit.train.stop import Stop
-from tightfit.train.watchers import watchers
 from tightfit.train.windows import Windows
 from tightfit.types import ConfigError, TightfitError
 
@@ -163,10 +162,8 @@ class Worker:
         return ending
 
     def prepare(self, store: Any) -> Prepared:
-        """One rank a node fetches and tokenises; the others wait, and open what it made.
-
-        Then all wait for all: a group would not have the patience for a node that downloads longer than the others.
-        """
+        """One rank a node fetches and tokenises; the others wait, and open what it made. Then all wait for all: a group
+        would not have the patience for a node that downloads longer than the others."""
         try:
             if self.place.local_rank > 0:
                 _wait_for(store, _node())

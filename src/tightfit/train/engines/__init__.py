@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tightfit.messages import Message
 from tightfit.train.build import DTYPES
-from tightfit.train.eight_bit import BLOCK, Which, read_8bit, write_8bit
 from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import is_on_nvme
+from tightfit.train.optimizers import BLOCK, Which, read_8bit, write_8bit
 from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
 from tightfit.types import Levers, Optimizer, TightfitError
@@ -133,10 +133,8 @@ class Engine(ABC):
         self._runs: Any = model  # what is called: the model, or what a library puts around it
 
     def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
-        """A micro batch's share of the window's mean loss, times the number of ranks.
-
-        `divisor` is the number of tokens of the window that count.
-        """
+        """A micro batch's share of the window's mean loss, times the number of ranks. `divisor` is the number of tokens
+        of the window that count."""
         self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
         loss: Tensor = self._runs(**inputs, use_cache=False).loss
         return loss
@@ -152,9 +150,7 @@ class Engine(ABC):
         self, states: Mapping[Any, Any], copies: Mapping[int, Tensor], *, write: bool
     ) -> Iterator[State]:
         """Of an optimizer that works on the parameters, on this rank's parts of them, or on fp32 copies of whole ones.
-
-        `copies`: those, by the id of the parameter.
-        """
+        `copies`: those, by the id of the parameter."""
         for shard in self._trainable():
             worked_on = copies.get(id(shard.parameter), shard.parameter)
             if worked_on is not shard.parameter:
@@ -191,10 +187,8 @@ class Engine(ABC):
 
     @abstractmethod
     def states(self, *, write: bool) -> Iterator[State]:
-        """fp32 copies and moments that this rank holds, each to be done with before the next is asked for.
-
-        `write`: what is written into them stays.
-        """
+        """fp32 copies and moments that this rank holds, each to be done with before the next is asked for. `write`:
+        what is written into them stays."""
 
     @abstractmethod
     def shapes(self) -> Shapes:

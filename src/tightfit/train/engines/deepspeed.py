@@ -68,19 +68,20 @@ class DeepSpeed(Engine):
         import deepspeed
 
         super().__init__(model, levers, place)
+        stage = levers.stage or 0
         options: dict[str, Any] = {"model": model, "config": copy.deepcopy(dict(config))}
         groups, kind = optimizers.groups(model, weight_decay), levers.optimizer
         usual: dict[str, Any] = {"lr": 0.0, "betas": optimizers.BETAS, "eps": optimizers.EPS}
         if "optimizer" in config:
             options["model_parameters"] = groups
             options["config"]["optimizer"]["params"]["lr"] = 0.0
-        elif self.stage and "8bit" in kind:
+        elif stage and "8bit" in kind:
             raise ConfigError(Message("engine.states-of-no-parameter", engine=levers.engine, optimizer=kind))
         elif kind == "adamw" and levers.offload_optimizer != "none":
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
             options["optimizer"] = DeepSpeedCPUAdam(groups, **usual, adamw_mode=True)
-        elif kind == "adamw" and self.stage == 0 and place.on_gpu and shutil.which("nvcc"):
+        elif kind == "adamw" and stage == 0 and place.on_gpu and shutil.which("nvcc"):
             from deepspeed.ops.adam import FusedAdam  # flat states, as they are priced; it has to be compiled
 
             options["optimizer"] = FusedAdam(groups, **usual)
@@ -92,22 +93,17 @@ class DeepSpeed(Engine):
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.is_floating_point()
         ]
-        if self.stage == 3 and levers.scan == "tightfit":
+        if stage == 3 and levers.scan == "tightfit":
             gather_mixers_whole(model, config)
-        self._engine, *_ = deepspeed.initialize(**options)
-        self._runs = self._engine
+        self._engine = self._runs = deepspeed.initialize(**options)[0]
         # DeepSpeed rounds buffers to 16 bits with the weights; rotary frequencies do not survive that.
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.to(place.device)
         self._wrapper = self._engine.optimizer
         self._basic = self._engine.basic_optimizer
         self._scaler = copy.deepcopy(getattr(getattr(self._wrapper, "loss_scaler", None), "__dict__", {}))
-        if self.stage == 0:
+        if stage == 0:
             optimizers.forget(self._basic)
-
-    @property
-    def stage(self) -> int:
-        return self._levers.stage or 0
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)
@@ -287,10 +283,8 @@ def find_compiling(folder: Path) -> tuple[float, str] | None:
 
 @contextmanager
 def report_meanwhile(what: Message, tell: Callable[[Message], None]) -> Iterator[None]:
-    """Say what is done in the block, and while DeepSpeed compiles for it, which part and since when.
-
-    Each is said once: nobody may take this for a sign of life of a process that waits for a lock without end.
-    """
+    """Say what is done in the block, and while DeepSpeed compiles for it, which part and since when. Each is said once:
+    nobody may take this for a sign of life of a process that waits for a lock without end."""
     folder, done = extensions_folder(), threading.Event()
 
     def look() -> None:
