@@ -21,7 +21,6 @@ from tightfit.train.data.order import Order
 from tightfit.train.data.tokens import pad_id
 from tightfit.train.events import Events
 from tightfit.train.loop import Loop
-from tightfit.train.probe import Meter
 from tightfit.train.resume import CheckpointFiles, load
 from tightfit.train.resume import FoundCheckpoint as Checkpoint
 from tightfit.train.sources import open_weights
@@ -71,7 +70,6 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
             windows=windows(prepared.split.train),
             held=None,
             events=events,
-            meter=Meter(place.device),
             place=place,
             samples=len(prepared.split.train),
             steps=found.step + 1,

@@ -76,8 +76,7 @@ class Overflowing:
 def test_the_probe_goes_on_until_steps_were_taken(overflows: int) -> None:
     engine: Any = Overflowing(overflows)
     windows = dealt()
-    meter = SimpleNamespace(restart=lambda: None, read=lambda: SimpleNamespace(peak_bytes=None))
-    milestones: Any = SimpleNamespace(meter=meter, measure=lambda _: None)
+    milestones: Any = SimpleNamespace(measure=lambda _: None)
     probe(engine, windows, windows.window(0), milestones, ALONE)
     assert engine.steps == overflows + PASSES
 

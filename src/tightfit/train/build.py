@@ -181,9 +181,7 @@ def cast_meta(model: nn.Module, wanted: Callable[[str, nn.Parameter], torch.dtyp
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without the library's advice to programmers."""
-    from transformers.utils import logging
-
-    talk: Any = logging
+    talk: Any = import_module("transformers.utils.logging")
     before = talk.get_verbosity()
     talk.set_verbosity_error()
     try:
@@ -198,17 +196,15 @@ def freeze(model: Any, levers: Levers) -> None:
     layers = layers_of(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
     # Of tokens, and of positions where these are learnt (gpt2): all that stands below the layers.
-    below: list[nn.Module] = [
-        each for each in model.modules() if isinstance(each, nn.Embedding) and id(each) not in inside
-    ]
+    below = [each for each in model.modules() if isinstance(each, nn.Embedding) and id(each) not in inside]
     if levers.method != "full" or levers.trains == "embeddings":
         model.requires_grad_(False)
     if levers.trains == "embeddings":
         for module in below:
             module.requires_grad_(True)
     elif levers.method == "full" and not levers.trains_embedding:
-        for module in [*below, *layers[: levers.frozen_layers]]:
-            module.requires_grad_(False)
+        for frozen in (*below, *layers[: levers.frozen_layers]):
+            frozen.requires_grad_(False)
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, ScaleExh
 from tightfit.train.events import Events
 from tightfit.train.optimizers import learning_rate
 from tightfit.train.place import Place, totals
-from tightfit.train.probe import Meter
+from tightfit.train.probe import read_memory
 from tightfit.train.stop import Stop
 from tightfit.train.windows import Window, Windows, seed_step
 from tightfit.types import TightfitError
@@ -57,7 +57,6 @@ class Loop:
     windows: Windows
     held: tuple[Samples, Windows] | None
     events: Events
-    meter: Meter
     place: Place
     samples: int
     steps: int
@@ -100,7 +99,7 @@ class Loop:
             seconds = time.monotonic() - began
             recent.append((window.tokens, seconds))
             self.step_seconds.append(seconds)
-            reading = self.meter.read()
+            reading = read_memory(self.place.device)
             tokens, spent = sum(each for each, _ in recent), sum(each for _, each in recent)
             self.tokens_per_s = tokens / spent if spent else None
             self.last_loss = loss

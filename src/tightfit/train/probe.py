@@ -90,53 +90,49 @@ def recomputation(wanted: int, seen: int) -> PlanProof:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     now_bytes: int | None  # allocated on the GPU; None: there is none
-    peak_bytes: int | None  # the most since the last `restart`
+    peak_bytes: int | None  # the most since the last `restart_peaks`
     host_bytes: int
     host_peak_bytes: int
     alloc_retries: int | None
     """Times since the process began that the allocator had to free its cache and try again; None: there is no GPU."""
 
 
-class Meter:
-    """Memory of this process, on its GPU and on the host."""
+def restart_peaks(device: torch.device) -> None:
+    """Peaks are counted from here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
 
-    def restart(self) -> None:
-        """Peaks are counted from here."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self) -> Reading:
-        try:  # resident memory now and at its highest, as the kernel counts it
-            text = Path("/proc/self/status").read_text(encoding="ascii")
-        except OSError:
-            text = ""
-        host = {name: rest for name, _, rest in (line.partition(":") for line in text.splitlines())}
-        now, peak = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
-        # Once: memory_allocated and its kin each read all of it again.
-        stats = torch.cuda.memory_stats(self._device) if self._on_gpu else {}
-        missing = 0 if self._on_gpu else None
-        return Reading(
-            now_bytes=stats.get("allocated_bytes.all.current", missing),
-            peak_bytes=stats.get("allocated_bytes.all.peak", missing),
-            host_bytes=now,
-            host_peak_bytes=peak,
-            alloc_retries=stats.get("num_alloc_retries", missing),
-        )
+def read_memory(device: torch.device) -> Reading:
+    """Of this process, on its GPU and on the host."""
+    try:  # resident memory now and at its highest, as the kernel counts it
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        text = ""
+    host = {name: rest for name, _, rest in (line.partition(":") for line in text.splitlines())}
+    now, peak = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
+    on_gpu = device.type == "cuda"
+    # Once: memory_allocated and its kin each read all of it again.
+    stats, missing = torch.cuda.memory_stats(device) if on_gpu else {}, 0 if on_gpu else None
+    return Reading(
+        now_bytes=stats.get("allocated_bytes.all.current", missing),
+        peak_bytes=stats.get("allocated_bytes.all.peak", missing),
+        host_bytes=now,
+        host_peak_bytes=peak,
+        alloc_retries=stats.get("num_alloc_retries", missing),
+    )
 
 
 class Milestones:
     """Memory at the four moments, told as they come."""
 
-    def __init__(self, events: Events, meter: Meter, predicted: Prediction, place: Place) -> None:
-        self._events, self.meter, self._predicted, self._place = events, meter, predicted, place
+    def __init__(self, events: Events, predicted: Prediction, place: Place) -> None:
+        self._events, self._predicted, self._place = events, predicted, place
         self.measured: dict[Milestone, int | None] = {}
 
     def measure(self, milestone: Milestone) -> None:
-        reading = self.meter.read()
+        reading = read_memory(self._place.device)
         known = reading.peak_bytes is not None
         ranks = everyone(self._place, reading.host_bytes if reading.peak_bytes is None else reading.peak_bytes)
         self.measured[milestone] = reading.peak_bytes
@@ -158,8 +154,7 @@ def probe(
     """Run the window at learning rate zero, twice, and forget it. The seconds of the last pass, which a step of this
     size takes; the peak; how many layers ran a second time."""
     on_host, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(place.device) if place.on_gpu else None
-    meter = milestones.meter
-    meter.restart()
+    restart_peaks(place.device)
     calls = 0
 
     def count(*_: object) -> None:
@@ -196,4 +191,4 @@ def probe(
     torch.set_rng_state(on_host)
     if on_gpu is not None:
         torch.cuda.set_rng_state(on_gpu, place.device)
-    return seconds, meter.read().peak_bytes, recomputed
+    return seconds, read_memory(place.device).peak_bytes, recomputed

@@ -6,7 +6,7 @@ import gc
 import platform
 import statistics
 import time
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib import metadata
@@ -29,12 +29,12 @@ from tightfit.train.data.order import Order
 from tightfit.train.data.samples import Split, explain, open_samples, prepare, worst
 from tightfit.train.data.spec import DataSpec
 from tightfit.train.data.tokens import load_tokenizer, pad_id
-from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed
+from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of, watchers
 from tightfit.train.loop import Ending, Loop
 from tightfit.train.place import Place
-from tightfit.train.probe import Meter, Milestones, PlanProof, probe, proofs, recomputation
+from tightfit.train.probe import Milestones, PlanProof, probe, proofs, read_memory, recomputation, restart_peaks
 from tightfit.train.resume import FoundCheckpoint
 from tightfit.train.saved_model import write_model
 from tightfit.train.sources import open_weights
@@ -68,32 +68,25 @@ def run(
     config: WorkerConfig, options: Options, place: Place, cache: Path, stop: Stop, heartbeat: RankHeartbeat
 ) -> Ending:
     """Train, and leave with everybody else; how it ended."""
-    lock = None
-    if place.leads and not options.rehearse and place.launcher != "tightfit":  # or the desk holds the run's folder
-        try:
-            config.folder.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock.take(config.folder, place.job)
-        except (InUse, OSError) as error:
-            if place.world > 1:
-                _call_off(places.rendezvous(place))
-            if isinstance(error, OSError) and error.errno not in FULL:
-                why = (error.strerror or str(error)).lower()
-                raise ConfigError(Message("train.folder-unwritable", folder=config.folder, why=why)) from None
-            raise
-    try:
+    with ExitStack() as leaving:
+        if place.leads and not options.rehearse and place.launcher != "tightfit":  # or the desk holds the run's folder
+            try:
+                config.folder.mkdir(parents=True, exist_ok=True)
+                leaving.callback(FolderLock.take(config.folder, place.job).release)
+            except (InUse, OSError) as error:
+                if place.world > 1:
+                    _call_off(places.rendezvous(place))
+                if isinstance(error, OSError) and error.errno not in FULL:
+                    why = (error.strerror or str(error)).lower()
+                    raise ConfigError(Message("train.folder-unwritable", folder=config.folder, why=why)) from None
+                raise
         lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
-        events = Events(config.folder, speaks=place.leads, lines=lines, heartbeat=heartbeat)
-        worker = Worker(config=config, options=options, place=place, cache=cache, events=events, stop=stop)
-        try:
+        with closing(Events(config.folder, speaks=place.leads, lines=lines, heartbeat=heartbeat)) as events:
+            worker = Worker(config=config, options=options, place=place, cache=cache, events=events, stop=stop)
             ending = worker.run()
             heartbeat.at("end")
-        finally:
-            events.close()
         places.part(place)
         return ending
-    finally:
-        if lock is not None:
-            lock.release()
 
 
 def data_spec(config: WorkerConfig, model_type: str) -> DataSpec:
@@ -132,16 +125,13 @@ class Worker:
         self.events.write(
             "start",
             model=self.config.model.name,
-            method=levers.method,
-            engine=levers.engine,
-            precision=levers.precision,
+            **{name: getattr(levers, name) for name in ("method", "engine", "precision", "sequence")},
             world=self.place.world,
             launcher=self.place.launcher,
             device=self.place.device.type,
             rehearsal=self.options.rehearse,
             host=platform.node(),
             effective_batch=self.config.effective_batch,
-            sequence=levers.sequence,
             versions=_versions(),
             predicted={
                 name: getattr(predicted, name)
@@ -195,8 +185,7 @@ class Worker:
         config, place = self.config, self.place
         if self.options.cap_bytes is not None:
             places.cap(place, self.options.cap_bytes)
-        meter = Meter(place.device)
-        meter.restart()
+        restart_peaks(place.device)
         samples, held = prepared.split.train, prepared.split.held
         job = resume.job_of(config, prepared.hf_config, samples)
         order = Order(len(samples), config.effective_batch, config.training.seed)
@@ -205,7 +194,7 @@ class Worker:
             steps = self.options.rehearse_steps
         found = self._find_checkpoint(job, steps)
         made = self.assemble(prepared, found)
-        milestones = Milestones(self.events, meter, config.predicted, place)
+        milestones = Milestones(self.events, config.predicted, place)
         milestones.measure("init")
         self._prove(*proofs(config, place, made.engine.holdings()))
         for sentence in (*prepared.said, *made.said):
@@ -239,7 +228,6 @@ class Worker:
             windows=windows,
             held=None if held is None else (held, dealt(held)),
             events=self.events,
-            meter=meter,
             place=place,
             samples=len(samples),
             steps=steps,
@@ -314,10 +302,8 @@ class Worker:
         lacking = opened.missing_for(levers.optimizer, predicted.trainable_parameters)
         scale = None if lacking or opened.scale is None else asdict(opened.scale)
         state = {"optimizer": {"steps": 0 if lacking else opened.optimizer_steps}, "loss_scale": scale}
-        step = 0 if lacking else opened.step
-        found = FoundCheckpoint(
-            folder=folder, step=step, state=state, deepspeed=opened, weights_alone=lacking is not None
-        )
+        alone, step = lacking is not None, 0 if lacking else opened.step
+        found = FoundCheckpoint(folder=folder, step=step, state=state, deepspeed=opened, weights_alone=alone)
         resume.make_way(self.config.folder, found, self.options.resume, self.place)
         if lacking is not None:
             self.events.write("warning", text=Message("train.weights-alone", folder=folder, lacking=lacking))
@@ -359,11 +345,10 @@ class Worker:
                 join(self.place)
                 if nvme.on_nvme(self.config.levers):
                     nvme.load()
-        checkpoint: Path | DeepSpeedCheckpoint | None = None
-        if found is not None and self.config.levers.lora is None:  # an adapter's checkpoint holds no base
-            checkpoint = found.deepspeed or found.folder
-        cache = self.cache / "weights"
-        return assemble(self.config, self.place, self.events, prepared.weights, checkpoint, cache)
+        if self.config.levers.lora is not None:
+            found = None  # an adapter's checkpoint holds no base
+        checkpoint = None if found is None else found.deepspeed or found.folder
+        return assemble(self.config, self.place, self.events, prepared.weights, checkpoint, self.cache / "weights")
 
     def _prove(self, *found: PlanProof) -> None:
         for name, ok, text in found:
@@ -372,7 +357,7 @@ class Worker:
                 raise NotAsPlanned(Message("train.not-as-planned", proof=text))
 
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
-        reading, predicted = loop.meter.read(), self.config.predicted
+        reading, predicted = read_memory(self.place.device), self.config.predicted
         peaks = places.everyone(self.place, reading.peak_bytes or 0)
         seconds = round(time.monotonic() - self.began, 3)
         if self.place.leads and not self.options.rehearse:
