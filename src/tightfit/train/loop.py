@@ -19,7 +19,7 @@ from tightfit.train.build import layers_of
 from tightfit.train.checkpoint import Saver
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data.samples import Samples
-from tightfit.train.engines import AGAINST_OVERFLOWS, Diverged, Engine, ScaleExhausted, Stepped
+from tightfit.train.engines import Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.events import Events
 from tightfit.train.optimizers import learning_rate
 from tightfit.train.place import Place, totals
@@ -175,7 +175,7 @@ class Loop:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""
         if stepped.skipped and stepped.loss_scale is not None and stepped.loss_scale < SMALLEST_SCALE:
             raise ScaleExhausted(
-                Message("train.scale-exhausted", step=step + 1, scale=stepped.loss_scale, advice=AGAINST_OVERFLOWS)
+                Message("train.scale-exhausted", step=step + 1, scale=stepped.loss_scale, advice=ScaleExhausted.advice)
             )
         if not math.isfinite(loss) and not (stepped.skipped and stepped.loss_scale is not None):
             what = Message("train.bad-loss", step=step + 1, loss=str(loss))

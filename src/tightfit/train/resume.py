@@ -260,13 +260,7 @@ StoredStates = CheckpointFiles | NamedTensors  # fp32 copies and moments, by the
 
 
 def load(
-    found: FoundCheckpoint,
-    engine: Engine,
-    weights: TensorSource,
-    states: StoredStates,
-    place: Place,
-    *,
-    filled: bool,
+    found: FoundCheckpoint, engine: Engine, weights: TensorSource, states: StoredStates, place: Place, *, filled: bool
 ) -> None:
     """Weights that train, their fp32 copies, moments and counters, as they were. `filled`: the model was filled from
     the checkpoint's weights."""

@@ -45,9 +45,7 @@ class ScaleExhausted(Diverged):
     """Under fp16 gradients overflow at the smallest loss scale too."""
 
     kind = "loss-scale"
-
-
-AGAINST_OVERFLOWS = Message("engine.against-overflows")  # what helps where no loss scale does
+    advice = Message("engine.against-overflows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,18 +33,7 @@ from tightfit.mamba.install import whole_mixers
 from tightfit.messages import Message
 from tightfit.runs.build_lock import LOCK
 from tightfit.train import optimizers
-from tightfit.train.engines import (
-    AGAINST_OVERFLOWS,
-    MASTER,
-    Counters,
-    Engine,
-    LossScale,
-    ScaleExhausted,
-    Shapes,
-    State,
-    Stepped,
-    moments,
-)
+from tightfit.train.engines import MASTER, Counters, Engine, LossScale, ScaleExhausted, Shapes, State, Stepped, moments
 from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
@@ -118,7 +107,7 @@ class DeepSpeed(Engine):
         except Exception as error:
             if "loss scale already at minimum" not in str(error):
                 raise
-            raise ScaleExhausted(Message("engine.smallest-scale", advice=AGAINST_OVERFLOWS)) from None
+            raise ScaleExhausted(Message("engine.smallest-scale", advice=ScaleExhausted.advice)) from None
         norm = self._engine.get_global_grad_norm()
         scale = self._engine.optimizer.loss_scale if self._levers.precision == "fp16" else None
         return Stepped(

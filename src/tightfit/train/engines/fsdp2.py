@@ -19,15 +19,7 @@ from tightfit.messages import Message
 from tightfit.train import optimizers
 from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
-from tightfit.train.engines import (
-    Counters,
-    Engine,
-    LossScale,
-    Shapes,
-    State,
-    Stepped,
-    moments,
-)
+from tightfit.train.engines import Counters, Engine, LossScale, Shapes, State, Stepped, moments
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
