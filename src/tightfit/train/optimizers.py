@@ -133,12 +133,11 @@ def make_states(optimizer: Any, worked_on: Iterable[Tensor] | None = None) -> No
         state = optimizer.state[each]
         if state:
             continue
-        if isinstance(optimizer, torch.optim.AdamW):
-            counts_on = each.device if optimizer.defaults["fused"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=counts_on)
-            state.update(exp_avg=torch.zeros_like(each), exp_avg_sq=torch.zeros_like(each))
-        elif kind in ("DeepSpeedCPUAdam", "FusedAdam"):
+        if kind in ("AdamW", "DeepSpeedCPUAdam", "FusedAdam"):
             state.update(step=0, exp_avg=torch.zeros_like(each), exp_avg_sq=torch.zeros_like(each))
+            if kind == "AdamW":
+                counts_on = each.device if optimizer.defaults["fused"] else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=counts_on)
         elif kind == "Adafactor" and each.dim() < 2:
             state.update(step=0, exp_avg_sq=torch.zeros_like(each), RMS=0)
         elif kind == "Adafactor":

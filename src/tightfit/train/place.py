@@ -65,8 +65,8 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_RANK", rank))
-        launcher = environment.get("TIGHTFIT_LAUNCHER", "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "")
-        launcher = launcher or text("train.a-launcher")
+        torchrun = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else ""
+        launcher = environment.get("TIGHTFIT_LAUNCHER", torchrun) or text("train.a-launcher")
     elif (found := slurm_rank(environment)) is not None:
         rank, local, world, launcher = found.rank, found.local_rank, found.world, "srun"
     if world != ranks:
@@ -176,17 +176,13 @@ def meet(place: Place) -> None:
         dist.all_reduce(torch.zeros(1))  # over gloo: a barrier of NCCL would claim memory on the GPU
 
 
-def side_meeting(place: Place) -> Callable[[], None]:
+def side_meeting(place: Place) -> Callable[[], Any]:
     """A way to wait for every rank from another thread: a group of its own, so that nothing of the training's is met.
     All ranks ask for it at the same moment."""
     if place.is_alone:
         return lambda: None
     group = dist.new_group(backend="gloo", timeout=WRITING)
-
-    def wait() -> None:
-        dist.all_reduce(torch.zeros(1), group=group)
-
-    return wait
+    return lambda: dist.all_reduce(torch.zeros(1), group=group)
 
 
 def words(place: Place, text: str) -> list[str]:

@@ -155,14 +155,9 @@ def probe(
     size takes; the peak; how many layers ran a second time."""
     on_host, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state(place.device) if place.on_gpu else None
     restart_peaks(place.device)
-    calls = 0
-
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
+    calls: list[None] = []
     # How often layers run shows whether recomputation is really on.
-    hooks = [layer.register_forward_pre_hook(count) for layer in layers_of(engine.model)]
+    hooks = [layer.register_forward_pre_hook(lambda *_: calls.append(None)) for layer in layers_of(engine.model)]
     seconds, recomputed, taken = 0.0, 0, 0
     try:
         for turn in range(MOST_TURNS):
@@ -171,12 +166,12 @@ def probe(
                 first = turn == 0 and number == 0
                 loss = engine.forward(inputs, window.divisor)
                 if first:
-                    calls_forward = calls
+                    calls.clear()
                     milestones.measure("forward")
                 engine.backward(loss, last=number == len(window.micro_batches) - 1)
                 del loss, inputs
                 if first:
-                    recomputed = calls - calls_forward
+                    recomputed = len(calls)
                     milestones.measure("backward")
             stepped = engine.step(0.0)
             taken += not stepped.skipped or stepped.loss_scale is None

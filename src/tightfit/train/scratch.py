@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -112,8 +112,6 @@ class Scratch:
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"{name} has {numel} elements, not {start} to {stop}")
         result = torch.empty(stop - start, dtype=torch.float32)
-        if start == stop:
-            return result
         blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
 
         def fill(block: int) -> None:
@@ -205,16 +203,13 @@ def _number(value: Any) -> Any:
 
 def _in_order(
     module: torch.nn.Module, path: str, initialise: Callable[[torch.nn.Module], None] | None
-) -> Sequence[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], None] | None]]:
+) -> Iterator[tuple[str, torch.nn.Module, Callable[[torch.nn.Module], None] | None]]:
     """Modules as transformers visits them: children first, each by the innermost model that holds it."""
     if hasattr(module, "_init_weights") and hasattr(module, "config"):
         initialise = module._init_weights  # type: ignore[assignment]
-    visited = [
-        entry
-        for name, child in module.named_children()
-        for entry in _in_order(child, f"{path}.{name}" if path else name, initialise)
-    ]
-    return [*visited, (path, module, initialise)]
+    for name, child in module.named_children():
+        yield from _in_order(child, f"{path}.{name}" if path else name, initialise)
+    yield path, module, initialise
 
 
 # --- habits --------------------------------------------------------------------------------------

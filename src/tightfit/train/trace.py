@@ -74,14 +74,13 @@ def trace(path: Path) -> dict[str, Any]:
     for attention in (ATTENTION, "sdpa", "eager"):
         try:
             answer = _measure(_build(path, attention))
+            if attention != ATTENTION:
+                answer["notes"].append(Message("train.attention-measured", attention=attention))
+            return answer
         except TraceError:
             raise
         except Exception as error:  # foreign code, on a device it was not written for
             problem = error
-            continue
-        if attention != ATTENTION:
-            answer["notes"].append(Message("train.attention-measured", attention=attention))
-        return answer
     raise TraceError(f"{type(problem).__name__}: {problem}")
 
 

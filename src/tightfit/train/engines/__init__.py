@@ -110,9 +110,8 @@ class Counters:
 
 def moments(optimizer: Optimizer) -> tuple[str, ...]:
     """What is kept of each element."""
-    if optimizer == "sgd":
-        return ()
-    return ("exp_avg_sq",) if optimizer == "adafactor" else ("exp_avg", "exp_avg_sq")
+    few: dict[Optimizer, tuple[str, ...]] = {"sgd": (), "adafactor": ("exp_avg_sq",)}
+    return few.get(optimizer, ("exp_avg", "exp_avg_sq"))
 
 
 def precisions(tensors: Iterable[Tensor]) -> str:
