@@ -58,12 +58,10 @@ def read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", default="auto", help=text("train.help-resume"))
     parser.add_argument("--resume-anyway", action="store_true", help=text("train.help-resume-anyway"))
     parser.add_argument("--trust-pickle", action="store_true", help=text("train.help-trust-pickle"))
-    parser.add_argument("--skip-steps", type=_read_steps, default="", help=text("train.help-skip-steps"))
-    return parser.parse_args(argv)
-
-
-def _read_steps(words: str) -> frozenset[int]:
-    return frozenset(int(word) for word in words.split(",") if word)
+    parser.add_argument("--skip-steps", default="", help=text("train.help-skip-steps"))
+    args = parser.parse_args(argv)
+    args.skip_steps = frozenset(int(word) for word in args.skip_steps.split(",") if word)
+    return args
 
 
 def _work(argv: Sequence[str]) -> NoReturn:

@@ -223,9 +223,6 @@ class Saver:
         events.write(event, **fields)
 
 
-# --- what is in it -------------------------------------------------------------------------------
-
-
 def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Place) -> TensorSet:
     """What `from_pretrained` reads, or PEFT where adapters train; every rank writes its own part."""
     model = made.engine.model

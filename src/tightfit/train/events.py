@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -58,26 +59,27 @@ Sink = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 """One of those who watch: takes a step with its values; ends."""
 
 
+@dataclass
 class RankHeartbeat:
     """Says nothing to nobody, unless it is given somebody."""
 
-    def __init__(self, heartbeat: Heartbeat | None = None, faults: Any = None) -> None:
-        self._heartbeat, self._faults = heartbeat, faults
-        self.stage: Stage = "prepare"
-        self.step = 0
+    heartbeat: Heartbeat | None = None
+    faults: Any = None  # the tests' own
+    stage: Stage = "prepare"
+    step: int = 0
 
     def at(self, stage: Stage, step: int = 0, micro: int = 0, model: Any = None) -> None:
         """This begins now. `step` counts from 1."""
         self.stage, self.step = stage, step
-        if self._heartbeat is not None:
-            self._heartbeat.at(stage, step, micro)
-        if self._faults is not None:
-            self._faults.at(stage, step, model)
+        if self.heartbeat is not None:
+            self.heartbeat.at(stage, step, micro)
+        if self.faults is not None:
+            self.faults.at(stage, step, model)
 
     def beat(self, last_word: str = "") -> None:
         """The same goes on; or it ends, where this is all that can still be said."""
-        if self._heartbeat is not None:
-            self._heartbeat.beat(last_word)
+        if self.heartbeat is not None:
+            self.heartbeat.beat(last_word)
 
 
 class EventSinks:

@@ -255,14 +255,9 @@ class OverflowWatch:
                 first.register_hook(partial(self._note, "backward", name))  # type: ignore[no-untyped-call]
 
     def _note(self, where: str, name: str, values: Tensor) -> None:
-        if where not in self._seen and not _finite(values):
+        # Without a copy of all, as `isfinite` makes: this happens where memory is at its peak. NaN if one of them is.
+        if where not in self._seen and not all(map(torch.isfinite, torch.aminmax(values))):
             self._seen[where] = name
-
-
-def _finite(values: Tensor) -> bool:
-    """Without a copy of them, as `isfinite` makes: this happens where memory is at its peak."""
-    least, most = torch.aminmax(values)  # NaN if one of them is
-    return bool(torch.isfinite(least) and torch.isfinite(most))
 
 
 def _name(window: Window) -> str:

@@ -41,9 +41,6 @@ def on_nvme(levers: Levers) -> bool:
     return "nvme" in (levers.offload_optimizer, levers.offload_param)
 
 
-# --- before the start ----------------------------------------------------------------------------
-
-
 def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, file_bytes: int) -> None:
     """Refuse what would fail later without a word that helps; nothing is built for it. `trained`: how many numbers each
     of the `world` ranks trains; `file_bytes`: of all ranks that are on this node. The folders are this process's until
@@ -133,18 +130,12 @@ def _may_lock() -> bool:
     return False
 
 
-# --- after the end -------------------------------------------------------------------------------
-
-
 def discard(deepspeed: Mapping[str, Any], rank: int) -> None:
     """Remove this rank's swap files; they are worth nothing to anybody else, and as large as the training."""
     for folder in _folders(deepspeed):
         for files in folder.glob(f"zero_stage_3/*/rank{rank}"):
             with suppress(OSError):
                 remove_folder(files, SWAP_FILES)
-
-
-# --- weights -------------------------------------------------------------------------------------
 
 
 def is_on_nvme(param: Any) -> bool:
@@ -172,9 +163,6 @@ def resident(param: Any, *, write: bool) -> Iterator[None]:
         if write:
             swapper.swap_out_and_release([param])
             release.pop_all()
-
-
-# --- the optimizer -------------------------------------------------------------------------------
 
 
 def nvme_states(wrapper: Any, write: bool) -> Iterator[tuple[int, dict[str, Tensor]]]:

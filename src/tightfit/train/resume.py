@@ -135,9 +135,6 @@ def _problem(folder: Path, place: Place, events: Events) -> tuple[bool, Said] | 
     return bool(unknown), from_json(why)
 
 
-# --- where a run stands --------------------------------------------------------------------------
-
-
 def describe_state(
     config: WorkerConfig, job: Mapping[str, Any], counters: Counters, step: int, versions: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -221,9 +218,6 @@ def schedule_differences(then: Mapping[str, Any], config: WorkerConfig) -> list[
     """What of the optimizer's numbers is not what it was: a longer run, say, which is the user's to choose."""
     changed = _compare(then, asdict(config.training))
     return [Message("train.was-and-is", name=path, old=old, new=new) for path, old, new in changed if path != "seed"]
-
-
-# --- values --------------------------------------------------------------------------------------
 
 
 class CheckpointFiles:

@@ -141,9 +141,6 @@ def seed_of(seed: int, name: str, block: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# --- noting what transformers does ---------------------------------------------------------------
-
-
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in-place operators on known storages. Factories make real tensors, on the CPU."""
 
@@ -210,9 +207,6 @@ def _in_order(
     for name, child in module.named_children():
         yield from _in_order(child, f"{path}.{name}" if path else name, initialise)
     yield path, module, initialise
-
-
-# --- habits --------------------------------------------------------------------------------------
 
 
 def _rule(operator: str, *arguments: float) -> InitRule:

@@ -131,9 +131,6 @@ def _measure(model: Any) -> dict[str, Any]:
     }
 
 
-# --- building -----------------------------------------------------------------------------------
-
-
 def _build(path: Path, attention: str) -> Any:
     transformers.AttentionInterface.register(ATTENTION, _attend)
     if attention != ATTENTION:
@@ -162,9 +159,6 @@ def _attend(  # transformers calls it with its own names
         operator = torch.ops.aten._scaled_dot_product_efficient_attention
         output = operator(query, key, value, None, True, 0.0, True, scale=scaling)[0]
     return output.transpose(1, 2).contiguous(), None
-
-
-# --- measuring ----------------------------------------------------------------------------------
 
 
 def _costs(model: Any, layers: list[Any]) -> tuple[list[dict[str, int]], list[Message]]:
@@ -270,16 +264,13 @@ def _make_ledger(known: set[int], start: int) -> Any:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            for value in _tensors_in(result):
-                self.enter(value.untyped_storage())
+            for storage in (value.untyped_storage() for value in _tensors_in(result)):
+                if storage._cdata not in known:
+                    known.add(storage._cdata)
+                    self.alive += storage.nbytes()
+                    weakref.finalize(storage, self.leave, storage._cdata, storage.nbytes())
             self.moments.append(self.alive)
             return result
-
-        def enter(self, storage: Any) -> None:
-            if storage._cdata not in known:
-                known.add(storage._cdata)
-                self.alive += storage.nbytes()
-                weakref.finalize(storage, self.leave, storage._cdata, storage.nbytes())
 
         def leave(self, address: int, size: int) -> None:
             known.discard(address)
