@@ -85,8 +85,7 @@ def _device(local_rank: int, config: WorkerConfig, environment: Mapping[str, str
     if not torch.cuda.is_available():
         raise HardwareError(Message("train.no-gpus"))
     count = torch.cuda.device_count()
-    index = device_index(local_rank, count, environment)
-    if index is None:
+    if (index := device_index(local_rank, count, environment)) is None:
         raise HardwareError(Message("train.too-few-gpus", wanted=config.world.gpus_per_node, count=count))
     return torch.device("cuda", index)
 

@@ -48,8 +48,8 @@ class Stop:
 
     def __init__(self, leave: Callable[[int], object] = leave, clock: Callable[[], float] = time.monotonic) -> None:
         self._leave, self._clock = leave, clock
-        self._armed = False
-        self._first: tuple[str, float] | None = None
+        self._armed, self._since = False, 0.0
+        self.why: str | None = None  # the name of the first signal, `SIGTERM`
         self._writes_to: int | None = None
 
     def install(self) -> Stop:
@@ -80,12 +80,7 @@ class Stop:
 
     @property
     def is_asked(self) -> bool:
-        return self._first is not None
-
-    @property
-    def why(self) -> str | None:
-        """The name of the first signal, `SIGTERM`."""
-        return None if self._first is None else self._first[0]
+        return self.why is not None
 
     def arm(self) -> None:
         """The loop runs: what was done so far can be saved at the next step. It stays so to the end of the process, as
@@ -96,11 +91,10 @@ class Stop:
         """A signal came."""
         if number not in SIGNALS:
             return
-        now = self._clock()
-        if not self._armed or (self._first is not None and now - self._first[1] >= SAME_S):
+        if not self._armed or (self.is_asked and self._clock() - self._since >= SAME_S):
             self._leave(128 + number)
-        elif self._first is None:
-            self._first = signal.Signals(number).name, now
+        elif not self.is_asked:
+            self._since, self.why = self._clock(), signal.Signals(number).name
 
     def deaf(self) -> None:
         """All is done and the exit code is known: whoever ends the ranks that are left must not spoil it."""
