@@ -20,12 +20,11 @@ from tightfit.train.config import Options, read_worker_config
 from tightfit.train.data.order import Order
 from tightfit.train.data.tokens import pad_id
 from tightfit.train.events import Events
-from tightfit.train.loop import Loop
+from tightfit.train.loop import Loop, Windows
 from tightfit.train.resume import CheckpointFiles, load
 from tightfit.train.resume import FoundCheckpoint as Checkpoint
 from tightfit.train.sources import open_weights
 from tightfit.train.stop import Stop, leave
-from tightfit.train.windows import Windows
 from tightfit.train.worker import Worker
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tightfit.train.probe import read_memory, restart_peaks
+from tightfit.train.place import read_memory, restart_peaks
 
 
 def test_without_a_gpu_only_the_host_is_known() -> None:

@@ -13,9 +13,8 @@ from small_models import FAMILIES, config_of, real
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from tightfit.train.loop import Loop
+from tightfit.train.loop import Loop, Window
 from tightfit.train.loss import WindowLoss, linear_cross_entropy
-from tightfit.train.windows import Window
 from tightfit.types import ConfigError, Loss, ModelError
 
 TOKENS, HIDDEN, VOCABULARY = 512, 32, 5000

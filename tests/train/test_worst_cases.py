@@ -18,9 +18,9 @@ from tightfit.train.assemble import fill_buffers
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import GeneratedRows, Samples
 from tightfit.train.engines import Stepped
+from tightfit.train.loop import Windows
 from tightfit.train.place import Place
 from tightfit.train.probe import PASSES, probe
-from tightfit.train.windows import Windows
 from tightfit.types import Levers
 
 ALONE = Place(rank=0, local_rank=0, world=1, device=torch.device("cpu"), launcher="tests")

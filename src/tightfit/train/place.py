@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,6 +168,43 @@ def cap(place: Place, cap_bytes: int) -> None:
     except ImportError:
         return
     get_accelerator().available_memory = lambda *_: cap_bytes - torch.cuda.memory_allocated()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    now_bytes: int | None  # allocated on the GPU; None: there is none
+    peak_bytes: int | None  # the most since the last `restart_peaks`
+    host_bytes: int
+    host_peak_bytes: int
+    alloc_retries: int | None
+    """Times since the process began that the allocator had to free its cache and try again; None: there is no GPU."""
+
+
+def restart_peaks(device: torch.device) -> None:
+    """Peaks are counted from here."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def read_memory(device: torch.device) -> Reading:
+    """Of this process, on its GPU and on the host."""
+    try:  # resident memory now and at its highest, as the kernel counts it
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        text = ""
+    host = {name: rest for name, _, rest in (line.partition(":") for line in text.splitlines())}
+    now, peak = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
+    on_gpu = device.type == "cuda"
+    # Once: memory_allocated and its kin each read all of it again.
+    stats, missing = torch.cuda.memory_stats(device) if on_gpu else {}, 0 if on_gpu else None
+    return Reading(
+        now_bytes=stats.get("allocated_bytes.all.current", missing),
+        peak_bytes=stats.get("allocated_bytes.all.peak", missing),
+        host_bytes=now,
+        host_peak_bytes=peak,
+        alloc_retries=stats.get("num_alloc_retries", missing),
+    )
 
 
 def meet(place: Place) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -25,8 +23,8 @@ from tightfit.train.build import DTYPES, adapter_dtype, layers_of, rests_in
 from tightfit.train.config import Milestone, Prediction, WorkerConfig
 from tightfit.train.engines import Engine, HeldHere
 from tightfit.train.events import Events
-from tightfit.train.place import Place, everyone
-from tightfit.train.windows import Window, Windows
+from tightfit.train.loop import Window, Windows
+from tightfit.train.place import Place, everyone, read_memory, restart_peaks
 
 PASSES = 2
 MOST_TURNS = 24
@@ -85,43 +83,6 @@ def recomputation(wanted: int, seen: int) -> PlanProof:
     if wanted == 0:
         text = Message("train.some-recompute", seen=seen) if seen else Message("train.none-recompute")
     return "checkpointing", seen == wanted, text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    now_bytes: int | None  # allocated on the GPU; None: there is none
-    peak_bytes: int | None  # the most since the last `restart_peaks`
-    host_bytes: int
-    host_peak_bytes: int
-    alloc_retries: int | None
-    """Times since the process began that the allocator had to free its cache and try again; None: there is no GPU."""
-
-
-def restart_peaks(device: torch.device) -> None:
-    """Peaks are counted from here."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def read_memory(device: torch.device) -> Reading:
-    """Of this process, on its GPU and on the host."""
-    try:  # resident memory now and at its highest, as the kernel counts it
-        text = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        text = ""
-    host = {name: rest for name, _, rest in (line.partition(":") for line in text.splitlines())}
-    now, peak = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
-    on_gpu = device.type == "cuda"
-    # Once: memory_allocated and its kin each read all of it again.
-    stats, missing = torch.cuda.memory_stats(device) if on_gpu else {}, 0 if on_gpu else None
-    return Reading(
-        now_bytes=stats.get("allocated_bytes.all.current", missing),
-        peak_bytes=stats.get("allocated_bytes.all.peak", missing),
-        host_bytes=now,
-        host_peak_bytes=peak,
-        alloc_retries=stats.get("num_alloc_retries", missing),
-    )
 
 
 class Milestones:

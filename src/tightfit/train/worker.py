@@ -32,15 +32,14 @@ from tightfit.train.data.tokens import load_tokenizer, pad_id
 from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of, watchers
-from tightfit.train.loop import Ending, Loop
+from tightfit.train.loop import Ending, Loop, Windows
 from tightfit.train.place import Place
-from tightfit.train.probe import Milestones, PlanProof, probe, proofs, read_memory, recomputation, restart_peaks
+from tightfit.train.probe import Milestones, PlanProof, probe, proofs, recomputation
 from tightfit.train.resume import FoundCheckpoint
 from tightfit.train.saved_model import write_model
 from tightfit.train.sources import open_weights
 from tightfit.train.sources_hub import find_weights
 from tightfit.train.stop import Stop
-from tightfit.train.windows import Windows
 from tightfit.types import ConfigError, TightfitError
 
 EVERYBODY = "prepared"  # the key under which all ranks are told that data and weights are there
@@ -185,7 +184,7 @@ class Worker:
         config, place = self.config, self.place
         if self.options.cap_bytes is not None:
             places.cap(place, self.options.cap_bytes)
-        restart_peaks(place.device)
+        places.restart_peaks(place.device)
         samples, held = prepared.split.train, prepared.split.held
         job = resume.job_of(config, prepared.hf_config, samples)
         order = Order(len(samples), config.effective_batch, config.training.seed)
@@ -357,7 +356,7 @@ class Worker:
                 raise NotAsPlanned(Message("train.not-as-planned", proof=text))
 
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
-        reading, predicted = read_memory(self.place.device), self.config.predicted
+        reading, predicted = places.read_memory(self.place.device), self.config.predicted
         peaks = places.everyone(self.place, reading.peak_bytes or 0)
         seconds = round(time.monotonic() - self.began, 3)
         if self.place.leads and not self.options.rehearse:
