@@ -70,7 +70,6 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
             held=None,
             events=events,
             place=place,
-            samples=len(prepared.split.train),
             steps=found.step + 1,
             stop=Stop(),
             saver=None,

@@ -130,16 +130,16 @@ class Saver:
         # The newest one stays while the next is written, so there must be room for both.
         needed = sum(each.total_bytes for each in self.sets) + SLACK_BYTES
         where = self.run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
-        free, unseen = needed, ""
+        problem = None
         if self.place.leads:
             try:
-                free = disk.room(where)
+                if (free := disk.room(where)) < needed:
+                    said = {"needed": needed / 1e9, "where": where, "free": free / 1e9}
+                    problem = Message("train.checkpoint-needs-room", **said)
             except OSError as error:
-                unseen = (error.strerror or str(error)).lower()
-        if totals(self.place, float(free < needed or bool(unseen)))[0]:
-            problem = Message("train.checkpoint-needs-room", needed=needed / 1e9, where=where, free=free / 1e9)
-            if unseen:
-                problem = Message("train.checkpoint-disk-unseen", where=where, why=unseen)
+                why = (error.strerror or str(error)).lower()
+                problem = Message("train.checkpoint-disk-unseen", where=where, why=why)
+        if totals(self.place, float(problem is not None))[0]:
             events.write("checkpoint_failed", step=step, text=problem)
             return
         folder = checkpoints.folder_of(self.run, step)

@@ -53,7 +53,7 @@ class Window:
 
 class Windows:
     def __init__(self, samples: Samples, order: Order, levers: Levers, place: Place, pad_id: int) -> None:
-        self._samples, self._order, self._levers, self._place, self._pad = samples, order, levers, place, pad_id
+        self.samples, self._order, self._levers, self._place, self._pad = samples, order, levers, place, pad_id
         # The kernel that runs, not the one that was asked for: sdpa would pay for a long row with the square of it.
         self._one_row = attention_of(levers, place.on_gpu)[0] == "flash"
 
@@ -66,8 +66,8 @@ class Windows:
         begins = range(rank * micro, len(indices) + rank * micro, micro * self._place.world)
         return Window(
             micro_batches=tuple(indices[begin : begin + micro] for begin in begins),
-            divisor=float(max(1, int(self._samples.loss_tokens[indices].sum()))),
-            tokens=int(self._samples.lengths[indices].sum()),
+            divisor=float(max(1, int(self.samples.loss_tokens[indices].sum()))),
+            tokens=int(self.samples.lengths[indices].sum()),
             samples=indices,
         )
 
@@ -77,7 +77,7 @@ class Windows:
 
     def tensors(self, indices: Any, pad_to: int | None = None, unheard: Any = None) -> dict[str, Tensor]:
         """`unheard`: which of the rows do not count in the loss."""
-        made = batch(self._samples, indices, self._pad, pad_to=pad_to)
+        made = batch(self.samples, indices, self._pad, pad_to=pad_to)
         if unheard is not None:
             made.labels[torch.as_tensor(unheard)] = IGNORED
         if made.position_ids is not None and self._one_row:
@@ -109,10 +109,9 @@ class Loop:
     config: WorkerConfig
     engine: Engine
     windows: Windows
-    held: tuple[Samples, Windows] | None
+    held: Windows | None
     events: Events
     place: Place
-    samples: int
     steps: int
     stop: Stop
     saver: Saver | None  # None: nothing is saved on the way
@@ -168,7 +167,7 @@ class Loop:
                 tokens_per_s=self.tokens_per_s,
                 step_s=round(recent[-1][1], 6),
                 seconds_left=(self.steps - step - 1) * spent / len(recent),
-                epoch=round((step + 1) * self.config.effective_batch / max(1, self.samples), 6),
+                epoch=round((step + 1) * self.config.effective_batch / max(1, len(self.windows.samples)), 6),
                 memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")},
                 **({} if reading.alloc_retries is None else {"alloc_retries": reading.alloc_retries}),
                 loss_scale=stepped.loss_scale,
@@ -246,7 +245,7 @@ class Loop:
         is_due = step + 1 == self.steps or (every is not None and (step + 1) % every == 0)
         if self.held is None or not is_due:
             return
-        samples, windows = self.held
+        samples = self.held.samples
         micro, world, added = self.config.levers.micro_batch, self.place.world, 0.0
         self.events.heartbeat.at("eval", step + 1)
         began = time.monotonic()
@@ -254,7 +253,7 @@ class Loop:
         with torch.no_grad():
             for begin in range(0, len(samples), micro * world):
                 indices = np.arange(micro) + begin + self.place.rank * micro
-                inputs = windows.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
+                inputs = self.held.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
                 # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
                 added += float(self.engine.forward(inputs, 1.0)) / world
         self.engine.train(True)

@@ -62,12 +62,10 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpo
     if wanted == NONE:
         return None
     # As rank 0 sees them: on a shared disk others may see them a moment later.
-    if wanted == AUTO:
-        found = checkpoints.newest_first(run)
-    elif checkpoints.step_of(Path(wanted)) is not None:
-        found = [Path(wanted)] if Path(wanted).is_dir() else []
-    else:
-        found = checkpoints.newest_first(Path(wanted))
+    named = run if wanted == AUTO else Path(wanted)
+    found = checkpoints.newest_first(named)
+    if wanted != AUTO and checkpoints.step_of(named) is not None:
+        found = [named] if named.is_dir() else []
     said = words(place, "\n".join(map(str, found)) if place.leads else "")[0]
     problems = []
     for folder in map(Path, said.splitlines()):

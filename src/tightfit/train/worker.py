@@ -225,10 +225,9 @@ class Worker:
             config=config,
             engine=made.engine,
             windows=windows,
-            held=None if held is None else (held, dealt(held)),
+            held=None if held is None else dealt(held),
             events=self.events,
             place=place,
-            samples=len(samples),
             steps=steps,
             stop=self.stop,
             saver=saver,
@@ -295,10 +294,9 @@ class Worker:
 
     def _find_deepspeed_checkpoint(self, folder: Path) -> FoundCheckpoint:
         """A checkpoint of another program, from which this job goes on as far as it can."""
-        levers, predicted = self.config.levers, self.config.predicted
         resume.clear(self.config.folder, self.place)
         opened = open_deepspeed(folder, trust_pickle=self.options.trust_pickle)
-        lacking = opened.missing_for(levers.optimizer, predicted.trainable_parameters)
+        lacking = opened.missing_for(self.config.levers.optimizer, self.config.predicted.trainable_parameters)
         scale = None if lacking or opened.scale is None else asdict(opened.scale)
         state = {"optimizer": {"steps": 0 if lacking else opened.optimizer_steps}, "loss_scale": scale}
         alone, step = lacking is not None, 0 if lacking else opened.step

@@ -39,13 +39,9 @@ from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
 NVME_BUFFERS = 5  # DeepSpeed's own number, where a file says none
-A_FEW_MINUTES, ONE_TO_TWO = Message("train.a-few-min"), Message("train.minutes-to", least=1, most=2)
-USUALLY = {
-    "deepspeed_shm_comm": Message("train.minutes", minutes=1),
-    "cpu_adam": ONE_TO_TWO,
-    "async_io": Message("train.minutes", minutes=2),
-    "fused_adam": ONE_TO_TWO,
-}
+ONE, TWO = Message("train.minutes", minutes=1), Message("train.minutes", minutes=2)
+ONE_TO_TWO = Message("train.minutes-to", least=1, most=2)
+USUALLY = {"deepspeed_shm_comm": ONE, "cpu_adam": ONE_TO_TWO, "async_io": TWO, "fused_adam": ONE_TO_TWO}
 """How long a part is compiled, on two free cores, by its folder."""
 LOOK_S = 1.0
 
@@ -281,8 +277,8 @@ def report_meanwhile(what: Message, tell: Callable[[Message], None]) -> Iterator
         while not done.wait(LOOK_S):
             now = find_compiling(folder)
             if now != said and now is not None:
-                at = time.strftime("%H:%M", time.localtime(now[0]))
-                tell(Message("train.compiling", part=now[1], at=at, usually=USUALLY.get(now[1], A_FEW_MINUTES)))
+                at, usually = time.strftime("%H:%M", time.localtime(now[0])), Message("train.a-few-min")
+                tell(Message("train.compiling", part=now[1], at=at, usually=USUALLY.get(now[1], usually)))
             elif now != said:
                 tell(what)
             said = now
