@@ -75,9 +75,9 @@ class Windows:
         """The tensors of each micro batch, on the device."""
         return map(self.tensors, window.micro_batches)
 
-    def tensors(self, indices: Any, pad_to: int | None = None, unheard: Any = None) -> dict[str, Tensor]:
+    def tensors(self, indices: Any, unheard: Any = None) -> dict[str, Tensor]:
         """`unheard`: which of the rows do not count in the loss."""
-        made = batch(self.samples, indices, self._pad, pad_to=pad_to)
+        made = batch(self.samples, indices, self._pad)
         if unheard is not None:
             made.labels[torch.as_tensor(unheard)] = IGNORED
         if made.position_ids is not None and self._one_row:
