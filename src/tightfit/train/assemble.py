@@ -69,9 +69,7 @@ def assemble(
     hf = build.hf_config(config.model, weights)
     kernel, said = build.attention_of(levers, place.on_gpu, hf)
     scan_said = build.install_scan(hf.model_type, levers)
-    working, method, rests_on = build.DTYPES[levers.precision], levers.method, place.device
-    if levers.is_fsdp2 and levers.offload_param != "none":
-        rests_on = torch.device("cpu")
+    working, method = build.DTYPES[levers.precision], levers.method
     trusted = config.model.trust_remote_code
     zero3 = levers.stage == 3 and method != "qlora"
 
@@ -125,7 +123,8 @@ def assemble(
 
             if method != "qlora":  # packed weights cannot be cut before they are packed
                 shard(model, levers, place)
-            materialise(model, place.device if method == "qlora" else rests_on)
+            rests_on_host = method != "qlora" and levers.offload_param != "none"
+            materialise(model, torch.device("cpu") if rests_on_host else place.device)
             fill(model, read, working, place.rank, progress)
             if method == "qlora":
                 shard(model, levers, place)

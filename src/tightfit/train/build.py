@@ -314,8 +314,6 @@ def install_scan(model_type: str, levers: Levers) -> Message | None:
     return Message("train.no-mamba-ssm") if official else None
 
 
-# --- adapters, and the 4-bit weights of QLoRA -----------------------------------------------------
-
 ReadWhole = Callable[[str, tuple[int, ...]], Tensor]  # a tensor's name and shape → its values, on the host
 REFUSED = {name: {"out_proj", "conv1d"} for name in ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")}
 """Modules by kind of model that PEFT does not adapt: their kernels read the weights and never call them."""

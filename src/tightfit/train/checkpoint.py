@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tightfit.hardware.machine import free_ram
 from tightfit.messages import Message, message_of
@@ -56,24 +55,21 @@ class Staging:
 
     def __init__(self, sets: Iterable[TensorSet]) -> None:
         self.bytes = sum(_room(piece, each) for each in sets for piece in each.pieces())
-        self._buffer: Tensor | None = None
         self._queued = False  # copies may be queued: the GPU can write to the buffer by itself
 
     def prepare(self, device: torch.device) -> Staging:
         """Take the memory; from any thread, once. `device`: where the pieces are."""
-        buffer = torch.empty(self.bytes, dtype=torch.uint8)
+        self._buffer = buffer = torch.empty(self.bytes, dtype=torch.uint8)
         for low in range(0, self.bytes, HOST_BYTES):  # in parts: others get a turn
             buffer[low : low + HOST_BYTES].zero_()
         if device.type == "cuda" and self.bytes:
             torch.cuda.set_device(device)  # a new thread is on the first GPU, and would open a context there
             refused = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), self.bytes, 0)  # type: ignore[no-untyped-call]
             self._queued = int(refused) == 0  # a limit on locked memory: copies are slower then, and no less right
-        self._buffer = buffer
         return self
 
     def take(self, sets: Iterable[TensorSet]) -> dict[str, list[TensorPiece]]:
         """Copies of all pieces, as they will be in the files, by the stem of their set."""
-        assert self._buffer is not None
         held: dict[str, list[TensorPiece]] = {}
         begin = 0
         for each in sets:

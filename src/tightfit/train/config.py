@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from tightfit.formats.worker.read import read_worker
 from tightfit.inputs.flags import levers_as_written
@@ -113,11 +113,8 @@ class Options:
     skip_steps: frozenset[int] = frozenset()  # from 1
 
 
-T = TypeVar("T")
-
-
-def _pick(kind: type[T], fields: Mapping[str, Any]) -> T:
-    return kind(**{name: fields[name] for name in kind.__slots__})  # type: ignore[attr-defined]
+def _pick(kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    return kind(**{name: fields[name] for name in kind.__slots__})
 
 
 def read_worker_config(path: Path) -> WorkerConfig:

@@ -54,7 +54,6 @@ VALUES = {
     "eval": {"loss": "eval/loss", "perplexity": "eval/perplexity"},
 }
 """By event: a field → its name for those who watch."""
-
 Sink = tuple[Callable[[int, dict[str, float]], None], Callable[[], None]]
 """One of those who watch: takes a step with its values; ends."""
 

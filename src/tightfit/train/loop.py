@@ -37,7 +37,6 @@ SMALLEST_SCALE = 1.0
 """Below it fp16 gradients are made smaller than they are, and still overflow; DeepSpeed gives up there as well."""
 SAMPLES = 16  # of a window that are named
 TELL_AFTER = 2  # overflows in a row before they are worth a line
-
 Ending = Literal["finished", "timeout", "stopped"]
 
 

@@ -35,7 +35,6 @@ FP16_AHEAD = 2.0**8
 FP16_HEAD = 2.0**-6
 """The head's add up over many tokens, and are kept times this again: they may not overflow on their own."""
 PIECE_ELEMENTS = 1 << 22  # widened to fp32 at a time
-
 LOGITS_TIMES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
 """Fields of configs whose number multiplies the logits, or divides them (Granite's)."""
 

@@ -34,7 +34,6 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 BLOCK = 256
 """Elements that share a scale: a constant of bitsandbytes' optimizers, which they do not keep with a state."""
 PIECE = BLOCK * 2**13  # elements that are converted at a time
-
 Which = Literal[1, 2]  # the first or the second moment
 Groups = list[dict[str, Any]]
 
@@ -196,9 +195,6 @@ def learning_rate(training: OptimizerConfig, step: int, steps: int) -> float:
         return peak
     done = (step - warm) / max(1, steps - warm)
     return peak * (1 - done if training.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
-
-
-# --- states of 8 bits ----------------------------------------------------------------------------
 
 
 def is_eight_bit(state: Mapping[str, Any]) -> bool:

@@ -94,18 +94,17 @@ class Milestones:
 
     def measure(self, milestone: Milestone) -> None:
         reading = read_memory(self._place.device)
-        known = reading.peak_bytes is not None
-        ranks = everyone(self._place, reading.host_bytes if reading.peak_bytes is None else reading.peak_bytes)
-        self.measured[milestone] = reading.peak_bytes
+        peak = self.measured[milestone] = reading.peak_bytes
+        ranks = everyone(self._place, reading.host_bytes if peak is None else peak)
         self._events.write(
             "memory",
             milestone=milestone,
             predicted_bytes=self._predicted.milestones[milestone],
-            measured_bytes=reading.peak_bytes,
+            measured_bytes=peak,
             now_bytes=reading.now_bytes,
             host_bytes=reading.host_bytes,
             ranks=ranks,
-            where="gpu" if known else "host",
+            where="host" if peak is None else "gpu",
         )
 
 

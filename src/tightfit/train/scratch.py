@@ -37,16 +37,11 @@ from tightfit.train.shards import plain_name
 from tightfit.types import ModelError
 
 BLOCK = 2**20  # elements that share a generator; changing it changes every new model
-
 LARGEST_KEPT = 2**26  # elements of a copied-in tensor that may be kept whole; larger ones fall back on the habits
-
 DEFAULT_STD = 0.02
-
 _SOURCES = {"normal_", "uniform_", "fill_", "zero_"}  # what overwrites: whatever came before is forgotten
-
 _POINTWISE = {"add_", "sub_", "mul_", "div_", "neg_", "exp_", "log_", "sqrt_", "abs_", "erfinv_", "clamp_"}
 """What changes each element by itself, so that it can be replayed on any block."""
-
 _FACTORIES = {"arange", "rand", "randn", "ones", "zeros", "full", "empty", "linspace", "randint", "scalar_tensor"}
 
 

@@ -42,9 +42,7 @@ torch: Any = None  # as Any, because much of what is used here is untyped
 transformers: Any = None
 with suppress(ImportError):  # their absence is an answer, not a crash
     torch, transformers = import_module("torch"), import_module("transformers")
-
 STEP = 256  # sequence lengths are 1, 2 and 4 of it: a multiple of the chunks in which state-space models work
-
 ATTENTION = "tightfit_fused"
 """How the fused operator is registered. A name with 'flash' in it would make transformers look for that package."""
 

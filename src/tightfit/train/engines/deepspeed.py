@@ -97,7 +97,7 @@ class DeepSpeed(Engine):
 
     def step(self, learning_rate: float) -> Stepped:
         optimizers.set_rate(self._basic, learning_rate)
-        skipped_before = self._engine.skipped_steps
+        before = self._engine.skipped_steps
         try:
             self._engine.step()
         except Exception as error:
@@ -105,12 +105,9 @@ class DeepSpeed(Engine):
                 raise
             raise ScaleExhausted(Message("engine.smallest-scale", advice=ScaleExhausted.advice)) from None
         norm = self._engine.get_global_grad_norm()
-        scale = self._engine.optimizer.loss_scale if self._levers.precision == "fp16" else None
-        return Stepped(
-            grad_norm=None if norm is None else float(norm),
-            skipped=self._engine.skipped_steps > skipped_before,
-            loss_scale=None if scale is None else float(scale),
-        )
+        scale = float(self._engine.optimizer.loss_scale) if self._levers.precision == "fp16" else None
+        skipped = self._engine.skipped_steps > before
+        return Stepped(grad_norm=None if norm is None else float(norm), skipped=skipped, loss_scale=scale)
 
     def forget(self) -> None:
         if self._levers.offload_optimizer == "nvme":
