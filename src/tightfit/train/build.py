@@ -360,10 +360,9 @@ def adapter_dtype(levers: Levers) -> torch.dtype:
 def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype) -> None:
     """Replace every linear layer but the head by an NF4 one, a matrix at a time."""
     try:
-        import bitsandbytes.nn
+        layers: Any = import_module("bitsandbytes.nn")
     except ImportError:
         raise ConfigError(Message("train.qlora-needs-bitsandbytes")) from None
-    layers: Any = bitsandbytes.nn
     body = body_of(model)
     head = body.get_output_embeddings()
     for parent_name, parent in list(body.named_modules()):

@@ -35,11 +35,8 @@ class ModelSource:
 class World:
     nodes: int
     gpus_per_node: int
+    ranks: int
     vendor: str
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.gpus_per_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,30 +61,26 @@ class Fsdp2(Engine):
         self._first_power = training.first_scale_power
         self._scaler = self._fresh_scaler()
 
-    def _fresh_scaler(self) -> torch.amp.GradScaler | None:
-        if self._first_power is None:
-            return None
-        return torch.amp.GradScaler(self._rests_on, init_scale=2.0**self._first_power, growth_interval=GROWTH_INTERVAL)
+    def _fresh_scaler(self) -> torch.amp.GradScaler:
+        """Without fp16, one that changes nothing."""
+        first, is_fp16 = 2.0 ** (self._first_power or 0), self._first_power is not None
+        return torch.amp.GradScaler(self._rests_on, first, growth_interval=GROWTH_INTERVAL, enabled=is_fp16)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> Stepped:
         optimizers.set_rate(self._optimizer, learning_rate)
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+        self._scaler.unscale_(self._optimizer)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         norm = nn.utils.clip_grad_norm_(trained, self._clip if self._clip > 0 else float("inf"))
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         skipped = not bool(torch.isfinite(norm))
-        if self._scaler is not None:
+        if self._scaler.is_enabled() or not skipped:
             self._scaler.step(self._optimizer)
             self._scaler.update()
-        elif not skipped:
-            self._optimizer.step()
         self._optimizer.zero_grad()
-        scale = None if self._scaler is None else float(self._scaler.get_scale())
+        scale = float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
         return Stepped(grad_norm=float(norm), skipped=skipped, loss_scale=scale)
 
     def forget(self) -> None:
@@ -101,15 +97,13 @@ class Fsdp2(Engine):
 
     def counters(self) -> Counters:
         scale = None
-        if self._scaler is not None:
-            tracked = self._scaler.state_dict()
+        if tracked := self._scaler.state_dict():
             scale = LossScale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
         return Counters(optimizer_steps=optimizers.count_steps(self._optimizer), scale=scale)
 
     def go_on(self, counters: Counters, step: int) -> None:
         optimizers.set_steps(self._optimizer, counters.optimizer_steps)
-        if self._scaler is not None and counters.scale is not None:
-            tracked = self._scaler.state_dict()
+        if (tracked := self._scaler.state_dict()) and counters.scale is not None:
             tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
             self._scaler.load_state_dict(tracked)
 
