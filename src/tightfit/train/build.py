@@ -98,9 +98,7 @@ def skeleton(config: Any, dtype: torch.dtype, attention: AttentionKernel, *, tru
 
 
 def _make_model(config: Any, dtype: torch.dtype, attention: AttentionKernel, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    maker: Any = AutoModelForCausalLM
+    maker: Any = import_module("transformers").AutoModelForCausalLM
     options: dict[str, Any] = {"dtype": dtype}
     if "mamba" not in config.model_type:
         options["attn_implementation"] = _ATTENTION[attention]

@@ -119,6 +119,7 @@ def read_worker_config(path: Path) -> WorkerConfig:
     tree = read_worker(path)
     try:
         gpu, host = tree["predicted"]["gpu"], tree["predicted"]["host"]
+        expected = {**tree["predicted"], **gpu, **host, "host_bytes_per_rank": host["peak_bytes_per_rank"]}
         deepspeed: Mapping[str, Any] | None = None
         if tree["deepspeed"] is not None:
             file = path.parent / tree["deepspeed"]
@@ -141,9 +142,7 @@ def read_worker_config(path: Path) -> WorkerConfig:
             saving=_pick(Saving, tree["saving"]),
             logging_steps=tree.get("logging_steps"),
             timeout_s=tree["timeout_s"],
-            predicted=_pick(
-                Prediction, {**tree["predicted"], **gpu, **host, "host_bytes_per_rank": host["peak_bytes_per_rank"]}
-            ),
+            predicted=_pick(Prediction, expected),
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(Message("train.worker-json-lacks", path=path, key=error)) from None

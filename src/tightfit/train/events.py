@@ -187,8 +187,7 @@ def lines_of(place: Place, predicted_bytes: int, every_steps: int | None = None)
     if not place.leads or place.rehearsal or place.launcher == "tightfit":
         return None
 
-    def show(line: str, style: str) -> None:
-        del style  # a log has no colours
+    def show(line: str, style: str) -> None:  # a log has no styles
         encoding = sys.stdout.encoding or "utf-8"
         with suppress(OSError, ValueError):  # nobody reads any more, which is no reason to stop training
             print(line.encode(encoding, "replace").decode(encoding), flush=True)  # noqa: T201

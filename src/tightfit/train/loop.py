@@ -226,9 +226,8 @@ class Loop:
     def _check(self, step: int, loss: float, stepped: Stepped, window: Window) -> None:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""
         if stepped.skipped and stepped.loss_scale is not None and stepped.loss_scale < SMALLEST_SCALE:
-            raise ScaleExhausted(
-                Message("train.scale-exhausted", step=step + 1, scale=stepped.loss_scale, advice=ScaleExhausted.advice)
-            )
+            said = {"step": step + 1, "scale": stepped.loss_scale, "advice": ScaleExhausted.advice}
+            raise ScaleExhausted(Message("train.scale-exhausted", **said))
         if not math.isfinite(loss) and not (stepped.skipped and stepped.loss_scale is not None):
             what = Message("train.bad-loss", step=step + 1, loss=str(loss))
         elif stepped.skipped or stepped.grad_norm is None or math.isfinite(stepped.grad_norm):

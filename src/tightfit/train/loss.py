@@ -156,9 +156,8 @@ class WindowLoss:
                 raise ConfigError(Message("train.no-fused-loss", model=type(body).__name__))
 
             def head_forward(self: Any, hidden: Tensor) -> Tensor:
-                return linear_cross_entropy(
-                    hidden.to(self.weight.dtype), self.weight, self.labels, divide.divisor, times
-                )
+                hidden = hidden.to(self.weight.dtype)
+                return linear_cross_entropy(hidden, self.weight, self.labels, divide.divisor, times)
 
             def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
                 hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options)[0]

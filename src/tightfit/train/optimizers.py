@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -58,9 +59,7 @@ def make_optimizer(kind: Optimizer, param_groups: Groups, *, fused: bool) -> tor
     if kind == "sgd":
         return torch.optim.SGD(param_groups, lr=0.0)
     if kind == "adafactor":
-        from transformers.optimization import Adafactor
-
-        maker: Any = Adafactor
+        maker: Any = import_module("transformers.optimization").Adafactor
         made: torch.optim.Optimizer = maker(param_groups, lr=0.0, relative_step=False, scale_parameter=False)
         return made
 

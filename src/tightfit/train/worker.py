@@ -165,8 +165,9 @@ class Worker:
             spec = data_spec(self.config, hf.model_type)
             prepare(spec, tokenizer, self.cache / "data", self.events.progress(Message("train.reading-data")))
             split = open_samples(spec, tokenizer, self.cache / "data")
-            said = explain(spec, tokenizer)
-            made = Prepared(weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=said)
+            made = Prepared(
+                weights=weights, hf_config=hf, tokenizer=tokenizer, split=split, said=explain(spec, tokenizer)
+            )
         except Exception as error:
             if not isinstance(error, OthersFailed):
                 _call_off(store)

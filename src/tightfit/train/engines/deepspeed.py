@@ -240,9 +240,8 @@ def join(place: Place) -> None:
 
     # It logs every choice that it makes; what matters of them is proved and said by us.
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    deepspeed.init_distributed(
-        dist_backend="fake" if place.rehearsal else None, dist_init_required=False, verbose=False
-    )
+    backend = "fake" if place.rehearsal else None
+    deepspeed.init_distributed(dist_backend=backend, dist_init_required=False, verbose=False)
 
 
 def extensions_folder() -> Path:

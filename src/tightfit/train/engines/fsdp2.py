@@ -32,9 +32,8 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
     mesh = init_device_mesh(place.device.type, (place.world,))
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[levers.precision], reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    working, wide = DTYPES[levers.precision], torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=working, reduce_dtype=wide, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     if levers.offload_param != "none":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.on_gpu and levers.buckets.pin_memory)
@@ -54,9 +53,8 @@ class Fsdp2(Engine):
         if levers.optimizer == "adafactor":
             raise ConfigError(Message("engine.adafactor-fsdp2"))
         self._clip = training.clip
-        self._optimizer = optimizers.make_optimizer(
-            levers.optimizer, optimizers.groups(model, training.weight_decay), fused=True
-        )
+        groups = optimizers.groups(model, training.weight_decay)
+        self._optimizer = optimizers.make_optimizer(levers.optimizer, groups, fused=True)
         self._rests_on = "cpu" if levers.offload_param != "none" else place.device.type
         self._first_power = training.first_scale_power
         self._scaler = self._fresh_scaler()
