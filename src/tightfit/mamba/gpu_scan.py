@@ -155,7 +155,7 @@ def run_backward(
     u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
     packed, starts = _pack(scan, cut), as_bytes(scan.starts)
 
-    def wanted(ends: Tensor, spans: Tensor) -> None:
+    def carry(ends: Tensor, spans: Tensor) -> None:
         kernels._wanted[cut.grid](
             scan.delta, rates, packed, scan.z, scan.delta_bias, starts, dout, ends, spans,
             *strides(scan.delta), *strides(scan.z), *strides(starts, 2), *strides(dout),
@@ -164,7 +164,7 @@ def run_backward(
             HAS_STARTS=starts is not None, **cut.shapes,
         )  # fmt: skip
 
-    carries = _segment_states(cut, rates, dlast, wanted, backward=True)
+    carries = _segment_states(cut, rates, dlast, carry, backward=True)
     du, ddelta = torch.empty_like(u), scan.delta if overwrite else torch.empty_like(scan.delta)
     if scan.z is not None and dz is None:
         dz = torch.empty_like(scan.z)

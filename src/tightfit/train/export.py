@@ -41,14 +41,7 @@ def main(path: str) -> int:
             return USER_ERROR
         except KeyboardInterrupt:
             return INTERRUPTED
-        say(
-            event="end",
-            kind=done.kind,
-            folder=str(done.folder),
-            bytes=done.bytes,
-            dtype=done.dtype,
-            notes=list(done.notes),
-        )
+        say(event="end", **vars(done))
         return 0
 
 
@@ -63,17 +56,10 @@ def export(spec: Spec, told: Told) -> Exported:
     for package in ("torch", "transformers", "accelerate", *(["deepspeed"] if found.kind == "deepspeed" else [])):
         if find_spec(package) is None:
             raise ConfigError(Message("train.export-needs", package=package))
-    if found.kind == "deepspeed":
-        from tightfit.train.export_model import export_checkpoint
+    from tightfit.train.export_model import export_checkpoint, export_copy, export_merged
 
-        return export_checkpoint(found, spec, told)
-    if found.kind == "adapter":
-        from tightfit.train.export_model import export_merged
-
-        return export_merged(found, spec, told)
-    from tightfit.train.export_model import export_copy
-
-    return export_copy(found, spec, told)
+    ways = {"deepspeed": export_checkpoint, "adapter": export_merged, "model": export_copy}
+    return ways[found.kind](found, spec, told)
 
 
 @contextmanager

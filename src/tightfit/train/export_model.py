@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -35,7 +35,7 @@ from tightfit.train.build import DTYPES, quiet_transformers, skeleton
 from tightfit.train.export_source import Exported, ExportSource, Kind, Spec, Told
 from tightfit.train.safetensors_files import Files, Stored, read_header
 from tightfit.train.saved_model import FileStyle, TensorPiece, write_model
-from tightfit.train.saved_names import model_files, name_parts, names_of, rename_pieces
+from tightfit.train.saved_names import model_files, name_parts, names_of, own_tensors, rename_pieces
 from tightfit.train.shards import plain_name
 from tightfit.train.sources import Safetensors, map_names, open_weights, wrong_shape
 from tightfit.train.sources_hub import find_weights
@@ -61,16 +61,9 @@ class MetaModel:
     folder: Path
 
     @cached_property
-    def first_names(self) -> dict[str, str]:
-        """The name under which each tensor of the state is saved."""
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(one), name) for name, one in self.model.state_dict(keep_vars=True).items()}
-
-    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter and persistent buffer by its first name."""
-        state = self.model.state_dict(keep_vars=True)
-        return {name: tuple(state[name].shape) for name, first in self.first_names.items() if name == first}
+        return {name: tuple(tensor.shape) for name, tensor in own_tensors(self.model).items()}
 
 
 def model_on_meta(folder: Path, *, trust_remote_code: bool = False) -> MetaModel:
@@ -90,23 +83,11 @@ def model_on_meta(folder: Path, *, trust_remote_code: bool = False) -> MetaModel
         return MetaModel(skeleton(config, torch.float32, "eager", trust_remote_code=trust_remote_code), folder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where to write, in which dtypes, and which folders give the small files; later ones win."""
-
-    kind: Kind
-    folder: Path
-    dtype: Callable[[str], torch.dtype]
-    beside: tuple[Path, ...]
-    notes: tuple[Message, ...] = ()
-
-
 def export_copy(found: ExportSource, spec: Spec, told: Told) -> Exported:
     """A whole model, in another dtype where one was asked for."""
     whole = model_on_meta(found.folder, trust_remote_code=spec.trust_remote_code)
     source = open_weights(found.folder, whole.model)
-    output = Output(kind="model", folder=Path(spec.to), dtype=choose_dtype(spec.dtype, source), beside=(found.folder,))
-    return write(whole, source.read, output, told)
+    return write(whole, source.read, choose_dtype(spec.dtype, source), Path(spec.to), told, beside=(found.folder,))
 
 
 def choose_dtype(word: str | None, source: Safetensors) -> Callable[[str], torch.dtype]:
@@ -119,13 +100,22 @@ def choose_dtype(word: str | None, source: Safetensors) -> Callable[[str], torch
     return choose
 
 
-def write(whole: MetaModel, values: Values, output: Output, told: Told) -> Exported:
-    """Write every tensor of the model, as `values` gives them, with its config and tokenizer."""
+def write(
+    whole: MetaModel,
+    values: Values,
+    dtype_of: Callable[[str], torch.dtype],
+    target: Path,
+    told: Told,
+    *,
+    beside: tuple[Path, ...],
+    kind: Kind = "model",
+) -> Exported:
+    """Write every tensor of the model, as `values` gives them, with its config and the small files of the folders
+    `beside`; later ones win."""
     shapes = whole.shapes
     parts = name_parts(whole.model)
-    widest = max(shapes, key=lambda name: prod(shapes[name]))
-    dtype = output.dtype(widest)
-    total = sum(prod(shape) * output.dtype(name).itemsize for name, shape in shapes.items())
+    dtype = dtype_of(max(shapes, key=lambda name: prod(shapes[name])))
+    total = sum(prod(shape) * dtype_of(name).itemsize for name, shape in shapes.items())
 
     def pieces() -> Iterator[TensorPiece]:
         done = 0
@@ -136,31 +126,21 @@ def write(whole: MetaModel, values: Values, output: Output, told: Told) -> Expor
             for start in range(0, size, step):
                 stop = min(start + step, size)
                 yield TensorPiece(name, shape, start, values(name, shape, start, stop))
-                done += (stop - start) * output.dtype(name).itemsize
-                told(Message("train.writing", name=output.folder.name), done, total)
+                done += (stop - start) * dtype_of(name).itemsize
+                told(Message("train.writing", name=target.name), done, total)
 
     config = model_files(whole.model.config, type(whole.model).__name__, dtype)
 
-    def beside(folder: Path) -> None:
-        for source in output.beside:
-            # Tokenizer, chat template, generation config: whatever small files lie beside a model's weights.
-            for file in (file for pattern in BESIDE for file in source.glob(pattern)):
-                if file.is_file() and file.name not in NOT_BESIDE:
-                    shutil.copyfile(file, folder / file.name)
+    def copy_small_files(folder: Path) -> None:
+        # Tokenizer, chat template, generation config: whatever small files lie beside a model's weights.
+        for file in (file for source in beside for pattern in BESIDE for file in source.glob(pattern)):
+            if file.is_file() and file.name not in NOT_BESIDE:
+                shutil.copyfile(file, folder / file.name)
         config(folder)
 
-    written = write_model(
-        output.folder,
-        rename_pieces(pieces(), parts),
-        names_of(parts, output.dtype),
-        rank=0,
-        world=1,
-        barrier=lambda: None,
-        style=FileStyle(beside=beside),
-    )
-    return Exported(
-        kind=output.kind, folder=output.folder, bytes=written, dtype=WORDS.get(dtype, str(dtype)), notes=output.notes
-    )
+    names, style = names_of(parts, dtype_of), FileStyle(beside=copy_small_files)
+    written = write_model(target, rename_pieces(pieces(), parts), names, style=style)
+    return Exported(kind=kind, folder=target, bytes=written, dtype=WORDS.get(dtype, str(dtype)))
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -236,14 +216,9 @@ def export_merged(found: ExportSource, spec: Spec, told: Told) -> Exported:
             quantised = find_worker(found.run / "plan")["levers"]["method"] == "qlora"
     if quantised:
         notes.append(Message("train.base-was-quantised"))
-    output = Output(
-        kind="adapter",
-        folder=Path(spec.to),
-        dtype=choose_dtype(spec.dtype, source),
-        beside=(base, found.folder),
-        notes=tuple(notes),
-    )
-    return write(whole, values, output, told)
+    dtype_of, beside = choose_dtype(spec.dtype, source), (base, found.folder)
+    done = write(whole, values, dtype_of, Path(spec.to), told, beside=beside, kind="adapter")
+    return replace(done, notes=tuple(notes))
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -252,8 +227,8 @@ def read_adapter(folder: Path) -> Adapter:
         config = read_json(folder / "adapter_config.json")
     except (OSError, ValueError) as error:
         raise ModelError(Message("train.adapter-config-unreadable", folder=folder, why=error)) from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
         raise ModelError(Message("train.not-lora", folder=folder, kind=kind))
     for key, what in (
         ("use_dora", Message("train.dora")),
@@ -334,7 +309,7 @@ def _delta(module: str, pair: Mapping[str, torch.Tensor], adapter: Adapter, whol
 
 def _refuse_tied(name: str, whole: MetaModel) -> None:
     """A head that is the embedding cannot become another matrix than it."""
-    if whole.first_names.get(name, name) != name:
+    if name in whole.model.state_dict(keep_vars=True) and name not in whole.shapes:
         raise ModelError(Message("train.adapter-tied", name=name))
 
 
@@ -394,5 +369,4 @@ def export_checkpoint(found: ExportSource, spec: Spec, told: Told) -> Exported:
     if isinstance(said, str):
         said = getattr(torch, said, None)
     dtype = said if isinstance(said, torch.dtype) else torch.float32
-    output = Output(kind="deepspeed", folder=Path(spec.to), dtype=lambda _: dtype, beside=(settings,))
-    return write(whole, values, output, told)
+    return write(whole, values, lambda _: dtype, Path(spec.to), told, beside=(settings,), kind="deepspeed")

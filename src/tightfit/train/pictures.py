@@ -11,15 +11,14 @@ import io
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tightfit.owned import replace_file
 from tightfit.runs import events as told
 from tightfit.runs.events import events_of
-from tightfit.train.config import Milestone
 from tightfit.train.events import EVENTS
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ MOST_STEPS = 4000
 """That are drawn; between half and all of them, where there are more."""
 BLUE, SKY, ORANGE, VERMILLION, GREY = "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#666666"
 """Okabe and Ito's colours: told apart by everybody."""
-MILESTONES: dict[Milestone, str] = {
+MILESTONES = {
     "init": "engine\nready",
     "forward": "first\nforward",
     "backward": "first\nbackward",
@@ -40,42 +39,20 @@ MILESTONES: dict[Milestone, str] = {
 GIB, MIB = 2**30, 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFigures:
-    """None: not told, or no number."""
-
-    step: int
-    loss: float | None
-    learning_rate: float | None
-    peak_bytes: float | None
-    host_bytes: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MilestoneMemory:
-    predicted_bytes: float | None
-    measured_bytes: float | None
-    host_bytes: float | None
-
-
 @dataclass(slots=True)
 class RunHistory:
     """What the events say, later ones winning over earlier ones."""
 
-    model: str = ""
-    limit_bytes: float | None = None
-    peak_bytes: float | None = None
-    """Predicted."""
-    steps: list[StepFigures] = field(default_factory=list)
+    start: told.Started = field(default_factory=told.Started)
+    steps: list[told.Step] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
-    marks: dict[Milestone, MilestoneMemory] = field(default_factory=dict)
+    marks: dict[str, told.MemoryMark] = field(default_factory=dict)
     restarts: list[int] = field(default_factory=list)
     """The steps from which the run was begun again."""
 
     @property
-    def on_gpu(self) -> bool:
-        measured = [mark.measured_bytes for mark in self.marks.values()] + [step.peak_bytes for step in self.steps]
-        return any(value is not None for value in measured)
+    def model(self) -> str:
+        return (self.start.model or "")[:80]
 
 
 def draw(folder: Path) -> list[Path]:
@@ -87,12 +64,10 @@ def draw(folder: Path) -> list[Path]:
             with suppress(Exception):
                 figure = picture(history)
                 if figure is not None:
-                    # Whole or not at all.
-                    path = folder / name
                     drawn = io.BytesIO()
                     figure.savefig(drawn, format="png")
-                    replace_file(path, drawn.getvalue())
-                    made.append(path)
+                    replace_file(folder / name, drawn.getvalue())
+                    made.append(folder / name)
     return made
 
 
@@ -121,22 +96,14 @@ def read(path: Path) -> RunHistory:
         kept.append(last)
     for event in events_of([line for _, line in sorted(kept + others, key=lambda each: each[0])]):
         if isinstance(event, told.Started):
-            history.model = (event.model or "")[:80]
-            history.limit_bytes, history.peak_bytes = _number(event.limit_bytes), _number(event.peak_bytes)
+            history.start = _clean(event, "limit_bytes", "peak_bytes")
         elif isinstance(event, told.Step):
-            made = StepFigures(
-                step=event.step,
-                loss=_number(event.loss),
-                learning_rate=_number(event.learning_rate),
-                peak_bytes=_number(event.peak_bytes),
-                host_bytes=_number(event.host_bytes),
-            )
             steps = history.steps
-            if steps and made.step <= steps[-1].step:
-                history.restarts.append(made.step)
-                while steps and steps[-1].step >= made.step:  # they were lost, and are made again
+            if steps and event.step <= steps[-1].step:
+                history.restarts.append(event.step)
+                while steps and steps[-1].step >= event.step:  # they were lost, and are made again
                     steps.pop()
-            steps.append(made)
+            steps.append(_clean(event, "loss", "learning_rate", "peak_bytes", "host_bytes"))
         elif isinstance(event, told.Resumed) and event.step is not None:
             # What came after the checkpoint was lost, and is made again: all of it, also where few steps are drawn.
             number = event.step
@@ -147,24 +114,22 @@ def read(path: Path) -> RunHistory:
         elif isinstance(event, told.Evaluation):
             if event.step is not None and (loss := _number(event.loss)) is not None:
                 history.evaluations[event.step] = loss
-        elif isinstance(event, told.MemoryMark):
-            for milestone in MILESTONES:
-                if event.milestone == milestone:
-                    history.marks[milestone] = MilestoneMemory(
-                        predicted_bytes=_number(event.predicted_bytes),
-                        measured_bytes=_number(event.measured_bytes),
-                        host_bytes=_number(event.host_bytes),
-                    )
+        elif isinstance(event, told.MemoryMark) and event.milestone in MILESTONES:
+            history.marks[event.milestone] = _clean(event, "predicted_bytes", "measured_bytes", "host_bytes")
     return history
+
+
+def _clean(event: Any, *names: str) -> Any:
+    """The same with None for what is no number that can be drawn."""
+    return replace(event, **{name: _number(getattr(event, name)) for name in names})
 
 
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     with suppress(OverflowError):
-        number = float(value)
-        if math.isfinite(number) and abs(number) < 1e30:  # larger ones are no quantity, and break the axes
-            return number
+        if math.isfinite(value) and abs(value) < 1e30:  # larger ones are no quantity, and break the axes
+            return float(value)
     return None
 
 
@@ -193,13 +158,10 @@ def _loss(history: RunHistory) -> Figure | None:
         axes.plot(numbers, _gaps(smooth(losses)), color=BLUE, linewidth=2, label="loss, smoothed")
     lost = [number for number, loss in zip(numbers, losses, strict=True) if loss is None]
     if lost:
-        low = [0.02] * len(lost)
-        axes.plot(
-            *(lost, low), "x", color=VERMILLION, transform=axes.get_xaxis_transform(), label="the loss is no number"
-        )
+        low, across = [0.02] * len(lost), axes.get_xaxis_transform()
+        axes.plot(lost, low, "x", color=VERMILLION, transform=across, label="the loss is no number")
     if history.evaluations:
-        places = sorted(history.evaluations)
-        values = [history.evaluations[place] for place in places]
+        places, values = zip(*sorted(history.evaluations.items()), strict=True)
         axes.plot(places, values, "D", color=VERMILLION, markersize=6, label="evaluation")
     for number, restart in enumerate(history.restarts[:50]):
         axes.axvline(restart, color=GREY, linestyle=":", linewidth=1, label="begun again" if number == 0 else None)
@@ -207,16 +169,8 @@ def _loss(history: RunHistory) -> Figure | None:
     lines, names = axes.get_legend_handles_labels()
     if any(step.learning_rate is not None for step in history.steps):
         other = axes.twinx()
-        rates = _gaps([step.learning_rate for step in history.steps])
-        other.plot(
-            [step.step for step in history.steps],
-            rates,
-            color=ORANGE,
-            linestyle="--",
-            marker=few,
-            markersize=3,
-            label="learning rate (right)",
-        )
+        rates, label = _gaps(step.learning_rate for step in history.steps), "learning rate (right)"
+        other.plot(numbers, rates, color=ORANGE, linestyle="--", marker=few, markersize=3, label=label)
         other.set_ylabel("learning rate")
         other.set_ylim(bottom=0)
         other.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -232,31 +186,32 @@ def _loss(history: RunHistory) -> Figure | None:
 
 
 def _memory(history: RunHistory) -> Figure | None:
-    on_gpu = history.on_gpu
+    measured = [mark.measured_bytes for mark in history.marks.values()] + [step.peak_bytes for step in history.steps]
+    on_gpu = any(value is not None for value in measured)
     held = [step.peak_bytes if on_gpu else step.host_bytes for step in history.steps]
     if not history.marks and all(value is None for value in held):
         return None
-    marks = [history.marks[name] for name in MILESTONES if name in history.marks]
-    bars = [(mark.predicted_bytes, mark.measured_bytes if on_gpu else mark.host_bytes) for mark in marks]
-    limit = history.limit_bytes if on_gpu else None
+    marks = {text: history.marks[name] for name, text in MILESTONES.items() if name in history.marks}
+    bars = [(mark.predicted_bytes, mark.measured_bytes if on_gpu else mark.host_bytes) for mark in marks.values()]
+    limit = history.start.limit_bytes if on_gpu else None
     top = max((value for value in (*chain(*bars), *held, limit) if value is not None), default=0)
     unit, word = (GIB, "GiB") if top >= GIB else (MIB, "MiB")
     figure = _figure(11.0)
     left, right = figure.subplots(1, 2, sharey=True)
-    names = [MILESTONES[name] for name in MILESTONES if name in history.marks]
     kinds = ((0, "predicted", ORANGE, "//"), (1, "measured", BLUE, ""))
     for which, label, colour, hatch in kinds:
         places = [place + (which - 0.5) * 0.4 for place in range(len(bars))]
         heights = [(bar[which] or 0) / unit for bar in bars]
         drawn = left.bar(places, heights, 0.38, color=colour, hatch=hatch, edgecolor="white", label=label)
-        words = ["-" if bar[which] is None else _short((bar[which] or 0) / unit) for bar in bars]
+        words = [f"{high:.0f}" if high >= 100 else f"{high:.3g}" for high in heights]
+        words = ["-" if bar[which] is None else word for bar, word in zip(bars, words, strict=True)]
         left.bar_label(drawn, labels=words, fontsize=8, padding=2)
-    left.set_xticks(range(len(names)), names)
+    left.set_xticks(range(len(marks)), marks)
     numbers = [step.step for step in history.steps]
     marker = "o" if len(numbers) < 40 else ""
     right.plot(numbers, _gaps(held, unit), color=BLUE, marker=marker, markersize=4, label="measured")
-    if history.peak_bytes is not None:
-        right.axhline(history.peak_bytes / unit, color=ORANGE, linestyle="--", label="predicted peak")
+    if history.start.peak_bytes is not None:
+        right.axhline(history.start.peak_bytes / unit, color=ORANGE, linestyle="--", label="predicted peak")
     for axes in (left, right):
         if limit is not None:
             axes.axhline(limit / unit, color=VERMILLION, linewidth=2, label="what the plan may use of the card")
@@ -270,10 +225,6 @@ def _memory(history: RunHistory) -> Figure | None:
     _whole_steps(right)
     figure.suptitle(f"{history.model}: memory of {'rank 0' if on_gpu else 'rank 0, which has no GPU'}".lstrip(": "))
     return figure
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _whole_steps(axes: Axes) -> None:

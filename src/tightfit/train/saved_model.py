@@ -131,9 +131,9 @@ def write_model(
     pieces: Iterable[TensorPiece],
     names: Names,
     *,
-    rank: int,
-    world: int,
-    barrier: Callable[[], None],
+    rank: int = 0,
+    world: int = 1,
+    barrier: Callable[[], None] = lambda: None,
     style: FileStyle = FileStyle(),  # noqa: B008 - frozen
 ) -> int:
     """Write one set of tensors as `folder`; called by all ranks alike. Returns the bytes of its files."""

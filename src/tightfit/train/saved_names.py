@@ -27,14 +27,15 @@ Parts = Mapping[str, tuple[tuple[str, tuple[int, ...]], ...]]
 """For each parameter what it is saved as: name and shape of tensors that lie end to end in it."""
 
 
+def own_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer, tied ones once, by their first name."""
+    state, first = model.state_dict(keep_vars=True), dict[int, str]()
+    return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
+
+
 def name_parts(model: torch.nn.Module) -> Parts:
     """What each parameter and persistent buffer of `model` (on any device) is saved as; tied ones once."""
-    own: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            own[name] = tensor
+    own = own_tensors(model)
     as_is: dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
     as_is = {name: ((name, tuple(tensor.shape)),) for name, tensor in own.items()}
     try:
@@ -88,9 +89,7 @@ def model_files(
         if getattr(saved, "rescale_prenorm_residual", False):
             # It speaks of a new model only, but transformers 5 rescales what it has loaded as well.
             saved.rescale_prenorm_residual = False
-        for each in (saved, generation_config, tokenizer):
-            if each is not None:
-                disk.by_library(each.save_pretrained, folder)
+        _save_all(folder, saved, generation_config, tokenizer)
 
     return write
 
@@ -102,11 +101,15 @@ def adapter_files(adapter_config: Any, base: str, *, tokenizer: Any = None) -> C
         saved = copy.deepcopy(adapter_config)
         saved.base_model_name_or_path = base
         saved.inference_mode = True
-        for each in (saved, tokenizer):
-            if each is not None:
-                disk.by_library(each.save_pretrained, folder)
+        _save_all(folder, saved, tokenizer)
 
     return write
+
+
+def _save_all(folder: Path, *things: Any) -> None:
+    for each in things:
+        if each is not None:
+            disk.by_library(each.save_pretrained, folder)
 
 
 def adapter_name(name: str, adapter: str = "default") -> str:

@@ -155,7 +155,7 @@ def convert(folder: Path, model_class: type[torch.nn.Module], cache: Path, progr
             tensors |= {name: tensor for name, tensor in loaded.named_buffers() if name in kept}
             names = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
             pieces = (TensorPiece(name, tuple(one.shape), 0, one.reshape(-1)) for name, one in tensors.items())
-            write_model(target, pieces, names, rank=0, world=1, barrier=lambda: None)
+            write_model(target, pieces, names)
             progress(Message("train.converting", name=folder.name), 1, 1)
     finally:
         os.close(lock)

@@ -74,7 +74,7 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
         resolved = resolve(spec)
         yield {**head, "source": resolved.talks.name, "format": "recipe", "said": [*codec.said, *resolved.talks.said]}
         yield from _arm_lines(resolved, encoder, count)
-        names = [name for name, _ in resolved.recipe.ablations if name != ALL_ON] if spec.ablation is None else []
+        names = [name for name in resolved.recipe.ablations if name != ALL_ON] if spec.ablation is None else []
         for arm in names:  # counts of all where none was asked for
             yield from _arm_lines(resolve(replace(spec, ablation=arm)), encoder, 0)
         return

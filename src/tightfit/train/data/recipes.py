@@ -44,8 +44,10 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
+from operator import add
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -104,7 +106,7 @@ class Recipe:
     source: str
     target: str = "reply"
     sections: tuple[Section, ...]
-    ablations: tuple[tuple[str, tuple[tuple[str, Switch], ...]], ...] = ()
+    ablations: Mapping[str, Mapping[str, Switch]]
     answers: Literal["first", "second", "both"] = "both"
     """Whose turns are learned: the one who opens the dialogue, the other, or both."""
     context_turns: int = 12
@@ -116,20 +118,11 @@ class Recipe:
 # --- dialogues ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRecord:
-    """One answer with all that could stand before it."""
+Record = dict[str, Any]
+"""One answer with all that could stand before it: its name, its fields (text, or a list of lines of which the last
+matter most), the target, the speaker, the partner, and the groups of both."""
 
-    name: str
-    fields: Mapping[str, Any]
-    """Text, or a list of lines of which the last matter most."""
-    target: str
-    speaker: str
-    partner: str
-    groups: tuple[int, int]
-
-
-Talk = tuple[frozenset[str], tuple[AnswerRecord, ...]]
+Talk = tuple[frozenset[str], list[Record]]
 """The people, and the answers that they give."""
 
 
@@ -144,28 +137,21 @@ class Talks:
     read: Callable[[], Iterator[Talk]]
     said: tuple[Message, ...] = ()
 
-    def records(self, shuffled: frozenset[str]) -> Iterator[dict[str, Any]]:
-        """Every record in order; `shuffled` fields are those of other people's."""
-        for _, records in self._shuffle(shuffled) if shuffled else self.read():
-            yield from map(asdict, records)
-
-    def _shuffle(self, fields: frozenset[str]) -> Iterator[Talk]:
-        """The same talks, with these fields from talks of other people."""
+    def shuffle(self, fields: Collection[str]) -> Iterator[Talk]:
+        """The talks, with these fields from talks of other people."""
         seen: deque[Talk] = deque(maxlen=LOOK_BACK)
         ahead: deque[Talk] = deque()
         talks = self.read()
         while True:
-            while len(ahead) <= LOOK_BACK and (talk := next(talks, None)) is not None:
-                ahead.append(talk)
+            ahead.extend(islice(talks, LOOK_BACK + 1 - len(ahead)))
             if not ahead:
                 return
             people, records = ahead[0]
             others = next((talk[1] for talk in (*reversed(seen), *ahead) if not people & talk[0] and talk[1]), None)
             if others is None:
                 raise ConfigError(Message("data.nothing-to-shuffle", name=self.name))
-            wrong = [{field: other.fields[field] for field in fields} for other in others]
-            made = (replace(each, fields={**each.fields, **wrong[at % len(wrong)]}) for at, each in enumerate(records))
-            yield people, tuple(made)
+            wrong = ({field: other["fields"][field] for field in fields} for other in cycle(others))
+            yield people, [{**each, "fields": {**each["fields"], **next(wrong)}} for each in records]
             seen.append(ahead.popleft())
 
 
@@ -177,7 +163,7 @@ def open_talks(path: str, recipe: Recipe) -> Talks:
         raise ConfigError(Message("data.target-is-reply", target=recipe.target, path=path))
     if is_shipped:
         file = SHIPPED / SHIPPED_WORDS[path]
-        return Talks(name=path, files=(file,), fields=FIELDS, read=partial(_read_shipped, file, recipe))
+        return Talks(name=path, files=(file,), fields=FIELDS, read=lambda: _find_answers(_read_shipped(file), recipe))
     if here.is_dir():
         root = here if (here / "interlocutors.json").is_file() else here / "real_persona_chat"
         people, dialogues = root / "interlocutors.json", root / "dialogues"
@@ -186,78 +172,79 @@ def open_talks(path: str, recipe: Recipe) -> Talks:
         files = tuple(sorted(dialogues.glob("*.json")))
         if not files:
             raise ConfigError(Message("data.no-dialogues", folder=dialogues))
-        read = partial(_read_persona_chat, people, files, recipe)
-        said = (Message("data.persona-licence"),)
-        return Talks(name=str(here), files=(people, *files), fields=FIELDS, read=read, said=said)
+        return Talks(
+            name=str(here),
+            files=(people, *files),
+            fields=FIELDS,
+            read=lambda: _find_answers(_read_persona_chat(people, files), recipe),
+            said=(Message("data.persona-licence"),),
+        )
     if not here.is_file():
         raise ConfigError(Message("data.no-source", path=path))
     read = partial(_read_own, one_file(here, "auto"), recipe)
     first = next(read(), None)
     if first is None:
         raise ConfigError(Message("data.empty", path=here))
-    return Talks(name=str(here), files=(here,), fields=tuple(first[1][0].fields), read=read)
+    return Talks(name=str(here), files=(here,), fields=tuple(first[1][0]["fields"]), read=read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Person:
     name: str
     number: int
-    profile: tuple[str, ...]
-    traits: tuple[str, ...] = ()
+    profile: list[str]
+    traits: list[str] = field(default_factory=list)
 
 
-class _History:
-    """What each person said in earlier dialogues."""
+Dialogue = tuple[str, dict[str, _Person], list[tuple[str, str]], str]
+"""Its name, the two people by their ids, who says what, and the scene."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.said: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=recipe.history_turns))
 
-    def talk(self, name: str, people: Mapping[str, _Person], turns: list[tuple[str, str]], scene: str) -> Talk:
-        """The answers of one dialogue: every turn of those who are to be learned, but the very first."""
+def _find_answers(dialogues: Iterator[Dialogue], recipe: Recipe) -> Iterator[Talk]:
+    """The answers of each dialogue: every turn of those who are to be learned, but the very first."""
+    history: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=recipe.history_turns))
+    place = {"first": 0, "second": 1}.get(recipe.answers)
+    for name, people, turns, scene in dialogues:
         order = list(people)
-        place = {"first": 0, "second": 1}.get(self.recipe.answers)
         records = []
         for at, (who, answer) in enumerate(turns):
             if at == 0 or (place is not None and order.index(who) != place):
                 continue
-            partner = people[next(other for other in order if other != who)]
-            before = turns[max(0, at - self.recipe.context_turns) : at]
-            record = AnswerRecord(
-                name=str(Message("data.turn", name=name, number=at + 1)),
-                fields={
-                    "profile": list(people[who].profile),
-                    "traits": list(people[who].traits),
+            person, partner = people[who], people[next(other for other in order if other != who)]
+            before = turns[max(0, at - recipe.context_turns) : at]
+            record = {
+                "name": str(Message("data.turn", name=name, number=at + 1)),
+                "fields": {
+                    "profile": person.profile,
+                    "traits": person.traits,
                     "scene": scene,
-                    "history": list(self.said[who]),
+                    "history": list(history[who]),
                     "context": [f"{people[speaker].name}: {line}" for speaker, line in before],
                 },
-                target=answer,
-                speaker=people[who].name,
-                partner=partner.name,
-                groups=(people[who].number, partner.number),
-            )
+                "target": answer,
+                "speaker": person.name,
+                "partner": partner.name,
+                "groups": (person.number, partner.number),
+            }
             records.append(record)
         for who, line in turns:
-            self.said[who].append(line)
-        return frozenset(order), tuple(records)
+            history[who].append(line)
+        yield frozenset(order), records
 
 
-def _read_shipped(file: Path, recipe: Recipe) -> Iterator[Talk]:
+def _read_shipped(file: Path) -> Iterator[Dialogue]:
     """One file: people by id, and dialogues of two of them."""
     tree = parse_json(file.read_text(encoding="utf-8"))
     people = {
-        key: _Person(name=value["name"], number=number, profile=tuple(value["profile"]))
+        key: _Person(name=value["name"], number=number, profile=value["profile"])
         for number, (key, value) in enumerate(tree["people"].items())
     }
-    history = _History(recipe)
     for each in tree["dialogues"]:
-        pair = {key: people[key] for key in each["people"]}
         turns = [(each["people"][at % 2], text) for at, text in enumerate(each["turns"])]
-        yield history.talk(each["id"], pair, turns, each["scene"])
+        yield each["id"], {key: people[key] for key in each["people"]}, turns, each["scene"]
 
 
-def _read_persona_chat(people_file: Path, files: tuple[Path, ...], recipe: Recipe) -> Iterator[Talk]:
+def _read_persona_chat(people_file: Path, files: tuple[Path, ...]) -> Iterator[Dialogue]:
     tree = _object(people_file)
     scores: dict[str, list[float]] = defaultdict(list)
     for each in tree.values():
@@ -269,23 +256,21 @@ def _read_persona_chat(people_file: Path, files: tuple[Path, ...], recipe: Recip
         persona = each.get("persona") if isinstance(each, Mapping) else None
         if not isinstance(persona, list) or not all(isinstance(line, str) for line in persona):
             raise ConfigError(Message("data.no-persona", who=who, people=people_file))
-        traits = (  # `BigFive_Openness` above the middle → `openness: high`
+        traits = [  # `BigFive_Openness` above the middle → `openness: high`
             f"{trait.rpartition('_')[2].lower()}: {'high' if value > middles[trait] else 'low'}"
             for trait, value in _numbers(each)
-        )
-        people[who] = _Person(name=who, number=number, profile=tuple(persona), traits=tuple(traits))
-    history = _History(recipe)
+        ]
+        people[who] = _Person(name=who, number=number, profile=persona, traits=traits)
     for file in files:
         tree = _object(file)
         try:
             pair = {who: people[who] for who in tree["interlocutors"]}
             turns = [(each["interlocutor_id"], each["text"]) for each in tree["utterances"]]
-            name = str(tree.get("dialogue_id", file.stem))
             if len(pair) != 2 or any(who not in pair or not isinstance(text, str) for who, text in turns):
                 raise KeyError("utterances")
         except (KeyError, TypeError) as error:
             raise ConfigError(Message("data.not-a-dialogue", file=file, key=error)) from None
-        yield history.talk(name, pair, turns, "")
+        yield str(tree.get("dialogue_id", file.stem)), pair, turns, ""
 
 
 def _numbers(person: Any) -> Iterator[tuple[str, float]]:
@@ -327,20 +312,12 @@ def _read_own(file: SourceFile, recipe: Recipe) -> Iterator[Talk]:
                 fields[key] = ""
             elif isinstance(value, bool | int | float):
                 fields[key] = str(value)
-            elif not isinstance(value, str) and not (
-                isinstance(value, list) and all(isinstance(each, str) for each in value)
-            ):
+            elif not all(isinstance(each, str) for each in (value if isinstance(value, list) else [value])):
                 raise ConfigError(Message("data.not-lines", key=key, where=where, value=shown(value)))
         who = str(tree.get(recipe.speaker)) if recipe.speaker else str(number)
-        record = AnswerRecord(
-            name=str(unit),
-            fields=fields,
-            target=target,
-            speaker=who if recipe.speaker else "",
-            partner="",
-            groups=(numbers.setdefault(who, len(numbers)), -1),
-        )
-        yield frozenset([who]), (record,)
+        groups = numbers.setdefault(who, len(numbers)), -1
+        names = {"speaker": who if recipe.speaker else "", "partner": ""}
+        yield frozenset([who]), [{"name": str(unit), "fields": fields, "target": target, **names, "groups": groups}]
 
 
 # --- recipes --------------------------------------------------------------------------------------
@@ -352,7 +329,7 @@ class Resolved:
 
     recipe: Recipe
     arm: str
-    switches: tuple[tuple[str, Switch], ...]
+    switches: Mapping[str, Switch]
     talks: Talks
 
     @property
@@ -365,16 +342,18 @@ class Resolved:
     @property
     def arm_json(self) -> str:
         """What the ablation is, whatever its name."""
-        return json.dumps(sorted(self.switches))
+        return json.dumps(sorted(self.switches.items()))
 
     @property
     def sections(self) -> tuple[Section, ...]:
         """Those that are on."""
-        return tuple(each for each in self.recipe.sections if dict(self.switches)[each.field] != "off")
+        return tuple(each for each in self.recipe.sections if self.switches[each.field] != "off")
 
-    def records(self) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[Record]:
         """Every example, with the shuffled fields of others."""
-        return self.talks.records(frozenset(field for field, switch in self.switches if switch == "shuffled"))
+        shuffled = [field for field, switch in self.switches.items() if switch == "shuffled"]
+        for _, records in self.talks.shuffle(shuffled) if shuffled else self.talks.read():
+            yield from records
 
 
 def resolve(spec: DataSpec) -> Resolved:
@@ -392,22 +371,21 @@ def resolve(spec: DataSpec) -> Resolved:
     return Resolved(recipe=recipe, arm=arm, switches=switches, talks=talks)
 
 
-def ablation_of(recipe: Recipe, name: str | None) -> tuple[str, tuple[tuple[str, Switch], ...]]:
+def ablation_of(recipe: Recipe, name: str | None) -> tuple[str, Mapping[str, Switch]]:
     """The switches of an ablation: one that the recipe defines, or fields joined by `_and_`."""
     fields = [section.field for section in recipe.sections]
     on: dict[str, Switch] = dict.fromkeys(fields, "on")
-    defined = dict(recipe.ablations)
-    if name in defined:
-        return name, tuple((on | dict(defined[name])).items())
+    if name is not None and name in recipe.ablations:
+        return name, {**on, **recipe.ablations[name]}
     if name is None or name == ALL_ON:
-        return ALL_ON, tuple(on.items())
+        return ALL_ON, on
     named = name.split("_and_")
     unknown = [field for field in named if field not in fields]
     if not unknown:
-        return name, tuple((field, "on" if field in named else "off") for field in fields)
+        return name, {field: "on" if field in named else "off" for field in fields}
     if len(named) > 1:
         raise _no_field(unknown[0], fields, recipe.name)
-    known = [*defined, ALL_ON, *fields]
+    known = [*recipe.ablations, ALL_ON, *fields]
     hint = hint_at(name, known, Message("data.known-ablations", known=", ".join(known)))
     raise ConfigError(Message("data.no-ablation", recipe=recipe.name, name=name, hint=hint))
 
@@ -462,25 +440,25 @@ def read_recipe(name: str) -> Recipe:
     if not isinstance(ablations, Mapping):
         raise ConfigError(Message("data.ablations-no-names", file=file))
     words: dict[Any, Switch] = {True: "on", False: "off", "on": "on", "off": "off", "shuffled": "shuffled"}
+    arms: dict[str, dict[str, Switch]] = {}
     for name, switches in ablations.items():
         if not isinstance(switches or {}, Mapping):
             raise ConfigError(Message("data.ablation-no-switch", name=name, file=file))
+        arm = arms[str(name)] = {}
         for field, switch in (switches or {}).items():
             if field not in fields:
                 raise _no_field(str(field), fields, Message("data.ablation", name=name, file=file))
             if not isinstance(switch, str | bool) or switch not in words:
                 fault = Message("data.unknown-switch", field=field, name=name, file=file, switch=shown(switch))
                 raise ConfigError(fault)
+            arm[str(field)] = words[switch]
     return Recipe(
         name=file,
         folder=path.parent,
         source=source,
         target=target,
         sections=tuple(made),
-        ablations=tuple(
-            (str(name), tuple((str(field), words[switch]) for field, switch in (switches or {}).items()))
-            for name, switches in ablations.items()
-        ),
+        ablations=arms,
         answers=answers,
         context_turns=_count(tree, "context_turns", file) or 12,
         history_turns=_count(tree, "history_turns", file) or 12,
@@ -510,7 +488,7 @@ def _no_field(field: str, known: Collection[str], where: Said) -> ConfigError:
 # --- prompts --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SectionCount:
     """How a section fared, in one example or over many."""
 
@@ -529,15 +507,8 @@ class SectionCount:
 def add_sections(sums: dict[str, SectionCount], more: Iterable[SectionCount]) -> None:
     """Count these to what was counted before, by field."""
     for each in more:
-        before = sums.get(each.field, SectionCount(field=each.field))
-        sums[each.field] = SectionCount(
-            field=each.field,
-            examples=before.examples + each.examples,
-            tokens=before.tokens + each.tokens,
-            lost=before.lost + each.lost,
-            cut=before.cut + each.cut,
-            dropped=before.dropped + each.dropped,
-        )
+        before = sums.get(each.field, SectionCount(each.field))
+        sums[each.field] = SectionCount(each.field, *map(add, astuple(before)[1:], astuple(each)[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -555,8 +526,7 @@ class Prompted:
 class _PromptPart:
     """A section of one example while it is being shortened."""
 
-    field: str
-    role: str
+    section: Section
     template: str
     drop: int
     value: str | Sequence[str]
@@ -586,8 +556,7 @@ class Prompter:
             value = record["fields"].get(section.field)
             template = section.template.replace("{speaker}", str(record["speaker"]))
             part = _PromptPart(
-                field=section.field,
-                role=section.role,
+                section=section,
                 template=template.replace("{partner}", str(record["partner"])),
                 # What has no number goes after all that have, the last first.
                 drop=section.drop or LAST - order,
@@ -611,25 +580,13 @@ class Prompter:
         else:
             raise ExampleError(Message("data.prompt-too-long"))
         counts = []
-        for part in parts:
-            lost = part.whole_tokens - part.tokens
-            if part.whole_tokens:
-                counts.append(
-                    SectionCount(
-                        field=part.field,
-                        examples=1,
-                        tokens=part.tokens,
-                        lost=max(0, lost),
-                        cut=int(lost > 0 and part.tokens > 0),
-                        dropped=int(part.tokens == 0),
-                    )
-                )
-        return Prompted(
-            encoded=replace(encoded, cut=cut) if encoded.loss_tokens else None,
-            rendered=rendered,
-            target=target,
-            sections=tuple(counts),
-        )
+        for part in (part for part in parts if part.whole_tokens):
+            lost = max(0, part.whole_tokens - part.tokens)
+            was_cut, dropped = int(lost > 0 and part.tokens > 0), int(part.tokens == 0)
+            counts.append(SectionCount(part.section.field, 1, part.tokens, lost, was_cut, dropped))
+        encoded = replace(encoded, cut=cut)
+        kept = encoded if encoded.loss_tokens else None
+        return Prompted(encoded=kept, rendered=rendered, target=target, sections=tuple(counts))
 
     def _fit_target(self, target: str) -> tuple[str | None, bool]:
         """The answer, cut where even the emptiest prompt leaves no room for all of it; None: leave the example out."""
@@ -664,9 +621,10 @@ class Prompter:
             part.tokens = codec.count(part.text())
 
     def _render(self, parts: Sequence[_PromptPart], target: str) -> Rendered:
-        texts = {
-            role: [part.text() for part in parts if part.role == role and part.value] for role in ("system", "user")
-        }
-        turns = [Turn("system", "\n\n".join(texts["system"]))] if texts["system"] else []
-        turns += [Turn("user", "\n\n".join(texts["user"]) or STAND_IN), Turn("assistant", target)]
+        system, user = (
+            "\n\n".join(part.text() for part in parts if part.section.role == role and part.value)
+            for role in ("system", "user")
+        )
+        turns = [Turn("system", system)] if system else []
+        turns += [Turn("user", user or STAND_IN), Turn("assistant", target)]
         return self.encoder.template.render_pieces(turns, last_only=True)
