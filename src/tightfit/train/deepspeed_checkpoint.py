@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tightfit.messages import Listing, Message, Said, message_of
 from tightfit.train.engines import MASTER, LossScale, moments
-from tightfit.train.safetensors_files import Stored
+from tightfit.train.safetensors_files import Stored, overlaps
 from tightfit.train.saved_names import adapter_name
 from tightfit.train.sources import map_names, wrong_shape
 from tightfit.types import ConfigError, ModelError, Optimizer
@@ -56,13 +56,9 @@ class _Parts:
     parts: list[Tensor]
 
     def read(self, start: int, stop: int) -> Tensor:
-        ends = accumulate(part.numel() for part in self.parts)
-        pieces = [
-            part[max(0, start - end + part.numel()) : part.numel() - max(0, end - stop)]
-            for part, end in zip(self.parts, ends, strict=True)
-            if end > start and end - part.numel() < stop
-        ]
-        return torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else self.parts[0][:0]
+        places = overlaps((part.numel() for part in self.parts), start, stop)
+        pieces = [self.parts[number][low:high].reshape(-1) for number, low, high in places]
+        return torch.cat(pieces) if pieces else self.parts[0][:0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,11 +296,8 @@ def _end_to_end(
             raise ValueError(Message("train.group-too-small"))
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             end = begin + math.prod(shape)
-            parts = []
-            for number in range(begin // stretch, -(-end // stretch)):
-                low, high = max(begin, number * stretch), min(end, (number + 1) * stretch)
-                parts.append(vectors[number].narrow(0, low - number * stretch, high - low))
-            yield name, _Parts(shape, parts)
+            places = overlaps([stretch] * -(-end // stretch), begin, end)
+            yield name, _Parts(shape, [vectors[number].narrow(0, low, high - low) for number, low, high in places])
             begin = end + int(padding)
 
 

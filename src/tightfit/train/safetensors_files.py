@@ -14,7 +14,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,16 @@ class Stored:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+def overlaps(sizes: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Of parts that lie end to end those that [start, stop) meets: the number, and from where to where within it."""
+    begin = 0
+    for number, size in enumerate(sizes):
+        low, high = max(start - begin, 0), min(stop - begin, size)
+        if low < high:
+            yield number, low, high
+        begin += size
 
 
 def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:

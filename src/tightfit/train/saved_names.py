@@ -11,7 +11,6 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from tightfit.runs import disk
-from tightfit.train.safetensors_files import Stored
+from tightfit.train.safetensors_files import Stored, overlaps
 from tightfit.train.saved_model import Names, TensorPiece
 from tightfit.train.sources import map_names
 
@@ -61,15 +60,12 @@ def names_of(parts: Parts, dtype: Callable[[str], torch.dtype]) -> Names:
 def rename_pieces(pieces: Iterable[TensorPiece], parts: Parts) -> Iterator[TensorPiece]:
     """The same elements under the names of the files."""
     for piece in pieces:
-        of_one = parts[piece.name]
-        stop = piece.start + piece.tensor.numel()
-        ends = accumulate(prod(shape) for _, shape in of_one)
-        flat = piece.tensor.reshape(-1)
-        for (key, shape), end in zip(of_one, ends, strict=True):
-            begin = end - prod(shape)
-            low, high = max(piece.start, begin), min(stop, end)
-            if low < high:
-                yield TensorPiece(key, shape, low - begin, flat[low - piece.start : high - piece.start])
+        of_one, flat, done = parts[piece.name], piece.tensor.reshape(-1), 0
+        sizes = (prod(shape) for _, shape in of_one)
+        for number, low, high in overlaps(sizes, piece.start, piece.start + flat.numel()):
+            key, shape = of_one[number]
+            yield TensorPiece(key, shape, low, flat[done : done + high - low])
+            done += high - low
 
 
 # --- beside the weights --------------------------------------------------------------------------

@@ -21,7 +21,6 @@ transformers' own rename function is asked first, for it is what from_pretrained
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
 import os
@@ -30,7 +29,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +36,7 @@ import torch
 
 from tightfit.messages import Message
 from tightfit.owned import flock
-from tightfit.train.safetensors_files import DTYPES, Files, Stored, tensors_of
+from tightfit.train.safetensors_files import DTYPES, Files, Stored, overlaps, tensors_of
 from tightfit.train.saved_model import TensorPiece, write_model
 from tightfit.train.sources_hub import Progress, silent
 from tightfit.types import ModelError
@@ -74,20 +72,13 @@ class Safetensors:
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         parts = self._find_parts(name)
-        ends = list(accumulate(part.numel for part in parts))
-        if not 0 <= start <= stop <= ends[-1] or ends[-1] != math.prod(shape):
-            found, wanted = ends[-1], math.prod(shape)
-            sizes = {"found": found, "wanted": wanted, "shape": list(shape)}
-            raise ModelError(Message("train.other-size", name=name, folder=self.folder, **sizes))
-        pieces = []
-        index = bisect.bisect_right(ends, start) if start < ends[-1] else len(ends) - 1
-        while True:
-            begin = ends[index] - parts[index].numel
-            low, high = max(start, begin), min(stop, ends[index])
-            pieces.append(self._files.read(parts[index], low - begin, high - begin))
-            if stop <= ends[index]:
-                break
-            index += 1
+        sizes = [part.numel for part in parts]
+        found, wanted = sum(sizes), math.prod(shape)
+        if not 0 <= start <= stop <= found or found != wanted:
+            said = {"found": found, "wanted": wanted, "shape": list(shape)}
+            raise ModelError(Message("train.other-size", name=name, folder=self.folder, **said))
+        places = list(overlaps(sizes, start, stop)) or [(0, 0, 0)]
+        pieces = [self._files.read(parts[number], low, high) for number, low, high in places]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def dtype(self, name: str) -> torch.dtype:

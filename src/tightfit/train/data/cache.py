@@ -55,15 +55,13 @@ from tightfit.train.data.examples import (
     DataSource,
     ExampleError,
     Layout,
-    SourceFile,
     array_items,
     example_of,
     find_source,
+    first_layout,
     hash_files,
     json_fault,
-    layout_of,
     not_utf8,
-    trees_in,
 )
 from tightfit.train.data.recipes import Prompter, Resolved, Section, SectionCount, add_sections, resolve
 from tightfit.train.data.spec import DataSpec
@@ -301,17 +299,6 @@ def _border(file: BinaryIO, at: int, size: int, *, is_text: bool) -> int:
             return at + next(i for i in range(len(part)) if part[i] & 0xC0 != 0x80)
         at += len(part)
     return size
-
-
-def first_layout(file: SourceFile, format_name: str) -> Layout:
-    """The layout of a file's first example."""
-    for name, tree in trees_in(file):
-        try:
-            return layout_of(tree, format_name)
-        except ExampleError as error:
-            problem = message_of(error)
-            raise ConfigError(Message("data.bad-example", name=name, path=file.path, problem=problem)) from None
-    raise ConfigError(Message("data.empty", path=file.path))
 
 
 def _assemble(tasks: list[Task], out: dict[str, BinaryIO], progress: Progress) -> tuple[Counts, str]:

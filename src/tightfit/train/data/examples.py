@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from tightfit.inputs.records import find_json, parse_json
 from tightfit.inputs.spelling import read_text, shown
-from tightfit.messages import Listing, Message
+from tightfit.messages import Listing, Message, message_of
 from tightfit.owned import replace_file
 from tightfit.train.data.chat import SHIPPED, Turn, hint_at
 from tightfit.types import ConfigError
@@ -63,12 +63,8 @@ RECIPE = Layout(kind="recipe")
 BY_FORMAT = {"text": TEXT, "alpaca": ALPACA, "sharegpt": SHAREGPT, "messages": MESSAGES}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """What one example is to be trained on as: one of the two is set."""
-
-    text: str | None = None
-    turns: tuple[Turn, ...] = ()
+Example = str | tuple[Turn, ...]
+"""What one example is trained on as: text, or a chat."""
 
 
 def layout_of(tree: Any, format_name: str) -> Layout:
@@ -101,7 +97,7 @@ def example_of(tree: Any, layout: Layout) -> Example:
     if not isinstance(tree, Mapping):
         raise ExampleError(Message("data.no-object", found=shown(tree)))
     if layout.kind == "text":
-        return Example(text=_text(tree, layout.prompt))
+        return _text(tree, layout.prompt)
     listed = tree.get(layout.turns)
     if layout.kind == "sharegpt" and (not isinstance(listed, list) or not listed):
         raise ExampleError(Message("data.no-turns", turns=layout.turns))
@@ -114,7 +110,7 @@ def example_of(tree: Any, layout: Layout) -> Example:
         asked = [_text(tree, layout.prompt), _optional(tree, layout.query)]
         turns.append(Turn("user", "\n".join(part for part in asked if part)))
         turns.append(Turn("assistant", _text(tree, layout.response)))
-        return Example(turns=tuple(turns))
+        return tuple(turns)
     roles, key = dict(layout.roles), layout.content
     for number, turn in enumerate(listed or (), start=1):
         if not isinstance(turn, Mapping):
@@ -134,7 +130,7 @@ def example_of(tree: Any, layout: Layout) -> Example:
         turns.append(Turn(roles[role], content))
     if not any(turn.role == "assistant" for turn in turns):
         raise ExampleError(Message("data.no-assistant-turn"))
-    return Example(turns=tuple(turns))
+    return tuple(turns)
 
 
 def _text(tree: Mapping[str, Any], key: str | None) -> str:
@@ -354,8 +350,8 @@ def _blocks(path: Path) -> Iterator[bytes]:
 def trees_in(file: SourceFile) -> Iterator[tuple[Message, Any]]:
     """Every example of a file with its place: `line 17`, or `example 17` of a list."""
     if file.kind == "array":
-        for number, item in enumerate(array_items(file.path), start=1):
-            yield Message("data.example", number=number), item
+        items = enumerate(array_items(file.path), start=1)
+        yield from ((Message("data.example", number=number), item) for number, item in items)
         return
     with file.path.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
@@ -366,9 +362,19 @@ def trees_in(file: SourceFile) -> Iterator[tuple[Message, Any]]:
             except UnicodeDecodeError:
                 raise not_utf8(file.path) from None
             except ValueError as error:
-                raise ConfigError(
-                    Message("data.line-not-json", number=number, path=file.path, why=json_fault(error))
-                ) from None
+                why = json_fault(error)
+                raise ConfigError(Message("data.line-not-json", number=number, path=file.path, why=why)) from None
+
+
+def first_layout(file: SourceFile, format_name: str) -> Layout:
+    """The layout of a file's first example."""
+    for name, tree in trees_in(file):
+        try:
+            return layout_of(tree, format_name)
+        except ExampleError as error:
+            problem = message_of(error)
+            raise ConfigError(Message("data.bad-example", name=name, path=file.path, problem=problem)) from None
+    raise ConfigError(Message("data.empty", path=file.path))
 
 
 def json_fault(error: ValueError) -> str:

@@ -19,18 +19,20 @@ from typing import Any
 
 from tightfit.inputs.records import read_json
 from tightfit.messages import Message, Said, message_of
-from tightfit.train.data.cache import PIECE_BYTES, Counts, first_layout
+from tightfit.train.data.cache import PIECE_BYTES, Counts
 from tightfit.train.data.chat import Rendered
 from tightfit.train.data.examples import (
     TEXT,
-    Example,
     ExampleError,
+    Layout,
+    SourceFile,
     example_of,
     find_source,
+    first_layout,
     not_utf8,
     trees_in,
 )
-from tightfit.train.data.recipes import ALL_ON, Prompter, Resolved, resolve
+from tightfit.train.data.recipes import ALL_ON, Prompter, Resolved, SectionCount, resolve
 from tightfit.train.data.spec import DataSpec, check_spec
 from tightfit.train.data.tokens import Encoded, Encoder, codec_of, load_tokenizer
 from tightfit.types import ConfigError
@@ -52,11 +54,6 @@ def main(path: str) -> int:
     return 0
 
 
-def summary(total: Counts, ablation: str | None) -> dict[str, Any]:
-    """The line of what was counted over the examples of one ablation."""
-    return {"kind": "summary", "ablation": ablation, **total.as_json()}
-
-
 def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, Any]]:
     """Every line of the preview."""
     check_spec(spec)
@@ -73,65 +70,73 @@ def preview(spec: DataSpec, tokenizer: Any, count: int) -> Iterator[dict[str, An
     if spec.by_recipe:
         resolved = resolve(spec)
         yield {**head, "source": resolved.talks.name, "format": "recipe", "said": [*codec.said, *resolved.talks.said]}
-        yield from _arm_lines(resolved, encoder, count)
+        yield from _lines(_prompts(resolved, encoder), encoder, count, resolved.arm)
         names = [name for name in resolved.recipe.ablations if name != ALL_ON] if spec.ablation is None else []
         for arm in names:  # counts of all where none was asked for
-            yield from _arm_lines(resolve(replace(spec, ablation=arm)), encoder, 0)
+            yield from _lines(_prompts(resolve(replace(spec, ablation=arm)), encoder), encoder, 0, arm)
         return
     assert spec.path is not None
     source = find_source(spec.path, spec.format)
-    file, total = source.files[0], Counts()
+    file = source.files[0]
     layout = TEXT if file.kind == "text" else source.layout or first_layout(file, spec.format)
     chat = layout.kind != "text"
     yield {**head, "source": spec.path, "format": "chat" if chat else "text", "said": list(codec.said) if chat else []}
-    if file.kind == "text":
-        with file.path.open("rb") as opened:
-            raw = opened.read(PIECE_BYTES // 4)
-        try:
-            text = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            if error.end < len(raw) or len(raw) < PIECE_BYTES // 4:
-                raise not_utf8(file.path) from None
-            text = raw[: error.start].decode("utf-8-sig")
-        if not text:
-            raise ConfigError(Message("data.empty", path=file.path))
-        samples = encoder.samples(Example(text=text))
-        total.add(samples)
-        for number, sample in enumerate(samples[:count], start=1):
-            yield _example(Message("data.part", number=number), encoder, sample, None)
-        yield summary(total, None)
+    if file.kind != "text":
+        yield from _lines(_examples(file, layout, encoder), encoder, count, None)
         return
-    for name, tree in islice(trees_in(file), LOOKED_AT):
+    with file.path.open("rb") as opened:
+        raw = opened.read(PIECE_BYTES // 4)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if error.end < len(raw) or len(raw) < PIECE_BYTES // 4:
+            raise not_utf8(file.path) from None
+        text = raw[: error.start].decode("utf-8-sig")
+    if not text:
+        raise ConfigError(Message("data.empty", path=file.path))
+    samples, total = encoder.samples(text), Counts()
+    total.add(samples)
+    for number, sample in enumerate(samples[:count], start=1):
+        yield _example(Message("data.part", number=number), encoder, sample, None)
+    yield {"kind": "summary", "ablation": None, **total.as_json()}
+
+
+Looked = tuple[Said, list[Encoded], Rendered | None, tuple[SectionCount, ...]]
+"""An example's name, its samples, its whole text where it is a chat, and how its sections fared."""
+
+
+def _lines(looked: Iterator[Looked], encoder: Encoder, count: int, arm: str | None) -> Iterator[dict[str, Any]]:
+    """The first `count` examples that have samples, and the summary of all."""
+    total = Counts()
+    for name, samples, rendered, sections in islice(looked, LOOKED_AT):
+        total.add(samples, sections)
+        if count > 0 and samples:
+            count -= 1
+            line = _example(name, encoder, samples[0], rendered)
+            yield line | {"ablation": arm, "sections": [asdict(each) for each in sections]}
+    yield {"kind": "summary", "ablation": arm, **total.as_json()}
+
+
+def _examples(file: SourceFile, layout: Layout, encoder: Encoder) -> Iterator[Looked]:
+    for name, tree in trees_in(file):
         try:
             example = example_of(tree, layout)
             samples = encoder.samples(example)
         except (ExampleError, ConfigError) as error:
             problem = message_of(error)
             raise ConfigError(Message("data.bad-example", name=name, path=file.path, problem=problem)) from None
-        total.add(samples)
-        if count > 0 and samples:
-            count -= 1
-            rendered = encoder.template.render_pieces(example.turns) if example.text is None else None
-            yield _example(name, encoder, samples[0], rendered)
-    yield summary(total, None)
+        yield name, samples, None if isinstance(example, str) else encoder.template.render_pieces(example), ()
 
 
-def _arm_lines(resolved: Resolved, encoder: Encoder, count: int) -> Iterator[dict[str, Any]]:
+def _prompts(resolved: Resolved, encoder: Encoder) -> Iterator[Looked]:
     prompter = Prompter(resolved.sections, encoder)
-    total = Counts()
-    shown = 0
-    for record in islice(resolved.records(), LOOKED_AT):
+    for record in resolved.records():
         try:
             made = prompter.prompt(record)
         except ExampleError as error:
             where = {"name": record["name"], "path": resolved.talks.name}
             raise ConfigError(Message("data.bad-example", **where, problem=message_of(error))) from None
-        total.add([made.encoded] if made.encoded is not None else [], made.sections)
-        if shown < count and made.encoded is not None:
-            shown += 1
-            line = _example(record["name"], encoder, made.encoded, made.rendered)
-            yield line | {"ablation": resolved.arm, "sections": [asdict(each) for each in made.sections]}
-    yield summary(total, resolved.arm)
+        yield record["name"], [made.encoded] if made.encoded is not None else [], made.rendered, made.sections
 
 
 def _example(name: Said, encoder: Encoder, sample: Encoded, rendered: Rendered | None) -> dict[str, Any]:

@@ -58,14 +58,7 @@ from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import open_regular, read_text, shown, unknown_key
 from tightfit.messages import Choice, Message, Said, text
 from tightfit.train.data.chat import SHIPPED, STAND_IN, Rendered, Turn, hint_at
-from tightfit.train.data.examples import (
-    SHIPPED_WORDS,
-    ExampleError,
-    SourceFile,
-    not_utf8,
-    one_file,
-    trees_in,
-)
+from tightfit.train.data.examples import SHIPPED_WORDS, ExampleError, SourceFile, not_utf8, one_file, trees_in
 from tightfit.train.data.spec import DataSpec
 from tightfit.train.data.tokens import Encoded, Encoder
 from tightfit.types import ConfigError

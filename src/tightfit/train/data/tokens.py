@@ -217,13 +217,13 @@ class Encoder:
 
     def samples(self, example: Example) -> list[Encoded]:
         """A text becomes as many samples as it fills; a chat becomes one, or none where it does not fit."""
-        if example.text is not None:
-            ids = np.concatenate([np.empty(0, dtype=self.codec.dtype), *self.document(example.text)])
+        if isinstance(example, str):
+            ids = np.concatenate([np.empty(0, dtype=self.codec.dtype), *self.document(example)])
             rows = (ids[at : at + self.sequence] for at in range(0, len(ids), self.sequence))
             return [
                 Encoded(ids=row, learned=(np.arange(len(row)) > 0).astype(np.uint8)) for row in rows if len(row) > 1
             ]
-        made = self.chat(self.template.render_pieces(example.turns))
+        made = self.chat(self.template.render_pieces(example))
         return [made] if made is not None else []
 
     def chat(self, rendered: Rendered) -> Encoded | None:
