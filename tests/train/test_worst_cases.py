@@ -28,7 +28,7 @@ ALONE = Place(rank=0, local_rank=0, world=1, device=torch.device("cpu"), launche
 
 def dealt(*, packed: bool = False, micro_batch: int = 2) -> Windows:
     samples = Samples(
-        rows=GeneratedRows(count=4, sequence=16, vocabulary=300, seed=0),
+        row=GeneratedRows(count=4, sequence=16, vocabulary=300, seed=0).row,
         lengths=np.full(4, 16, dtype=np.int32),
         loss_tokens=np.full(4, 15, dtype=np.int64),
         fingerprint="",

@@ -37,7 +37,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -63,7 +62,7 @@ from tightfit.train.data.examples import (
     json_fault,
     not_utf8,
 )
-from tightfit.train.data.recipes import Prompter, Resolved, Section, SectionCount, add_sections, resolve
+from tightfit.train.data.recipes import Prompter, Resolved, SectionCount, add_sections, resolve
 from tightfit.train.data.spec import DataSpec
 from tightfit.train.data.tokens import Codec, Encoded, Encoder
 from tightfit.types import ConfigError
@@ -119,7 +118,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A part of a file that one process encodes, and how."""
+    """A part of a file that one process encodes."""
 
     number: int
     folder: str
@@ -135,10 +134,6 @@ class Task:
     unit: Literal["line", "example"]
     """What an example is called in a sentence, with `named`: a line of the file itself, or an item of a list."""
     named: str
-    sequence: int
-    overlong: Literal["skip", "cut"]
-    sections: tuple[Section, ...]
-    """Of a recipe."""
 
     def shard(self, name: str) -> Path:
         return Path(self.folder, f"shard-{self.number:07d}.{name}")
@@ -207,13 +202,12 @@ def build_store(want: Wanted, progress: Progress) -> None:
     if (want.folder / MANIFEST).is_file():
         return
     with stage(want.folder) as staging:
-        want.codec.save(staging / "codec.json")
         tasks = _cut_into_tasks(want, staging, progress)
         masked = any(not task.is_text and task.layout.kind != "text" for task in tasks)
         names = ["tokens", "starts", "lengths", "losses"]
         names += [*(["learned"] if masked else []), *(["groups"] if want.resolved else [])]
         with open_columns(staging, "{}.bin", names) as out:
-            counts, targets = _assemble(tasks, out, progress)
+            counts, targets = _assemble(want, tasks, out, progress)
         if not counts.samples:
             name = want.resolved.talks.name if want.resolved else want.spec.path
             if not counts.examples:
@@ -221,7 +215,6 @@ def build_store(want: Wanted, progress: Progress) -> None:
             if want.spec.overlong == "skip":
                 raise ConfigError(Message("data.no-sample-fits", name=name, sequence=want.spec.sequence))
             raise ConfigError(Message("data.no-answer-fits", name=name, sequence=want.spec.sequence))
-        (staging / "codec.json").unlink()
         for each in staging.glob("list-*.jsonl"):
             each.unlink()
         if want.resolved is not None:
@@ -260,9 +253,6 @@ def _cut_into_tasks(want: Wanted, staging: Path, progress: Progress) -> list[Tas
                     layout=layout,
                     unit=unit,
                     named=str(named),
-                    sequence=want.spec.sequence,
-                    overlong=want.spec.overlong,
-                    sections=want.resolved.sections if want.resolved else (),
                 )
                 tasks.append(task)
                 start = end
@@ -301,12 +291,12 @@ def _border(file: BinaryIO, at: int, size: int, *, is_text: bool) -> int:
     return size
 
 
-def _assemble(tasks: list[Task], out: dict[str, BinaryIO], progress: Progress) -> tuple[Counts, str]:
+def _assemble(want: Wanted, tasks: list[Task], out: dict[str, BinaryIO], progress: Progress) -> tuple[Counts, str]:
     """Append the shards in order; the counts of all, and the hash of the answers of a recipe's examples."""
     made, targets, text_start, done = Counts(), hashlib.sha256(), 0, 0
-    total = sum(task.end - task.start for task in tasks)
+    sequence, total = want.spec.sequence, sum(task.end - task.start for task in tasks)
     progress(0, total, Message("data.tokenising"))
-    for task, counts, answers in _encode_pieces(tasks, total):
+    for task, counts, answers in _encode_pieces(want, tasks, total):
         if task.is_text:
             text_start = made.tokens if task.first else text_start
             if "learned" in out:
@@ -324,10 +314,10 @@ def _assemble(tasks: list[Task], out: dict[str, BinaryIO], progress: Progress) -
         targets.update(answers.encode())
         if task.is_text and task.last:
             # The samples of a whole text. A last token alone has nothing to be predicted from, and is left.
-            for first in range(text_start, made.tokens, INDEX_BLOCK * task.sequence):
-                last = min(first + INDEX_BLOCK * task.sequence, made.tokens)
-                starts = np.arange(first, last, task.sequence, dtype="<i8")
-                lengths = np.minimum(made.tokens - starts, task.sequence)
+            for first in range(text_start, made.tokens, INDEX_BLOCK * sequence):
+                last = min(first + INDEX_BLOCK * sequence, made.tokens)
+                starts = np.arange(first, last, sequence, dtype="<i8")
+                lengths = np.minimum(made.tokens - starts, sequence)
                 keep = lengths > 1
                 put(out, starts=starts[keep], lengths=lengths[keep], losses=lengths[keep] - 1)
                 made.samples += int(keep.sum())
@@ -343,14 +333,9 @@ def _assemble(tasks: list[Task], out: dict[str, BinaryIO], progress: Progress) -
 # --- examples to tokens, in several processes ------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def _encoder(folder: str, sequence: int, overlong: Literal["skip", "cut"]) -> Encoder:
-    return Encoder(Codec.load(Path(folder) / "codec.json"), sequence, overlong)
-
-
-def encode_piece(task: Task) -> tuple[Counts, str]:
+def encode_piece(task: Task, prompter: Prompter) -> tuple[Counts, str]:
     """Write the shard of one piece; its counts, and the hash of the answers of a recipe's examples."""
-    encoder, counts, targets = _encoder(task.folder, task.sequence, task.overlong), Counts(), hashlib.sha256()
+    encoder, counts, targets = prompter.encoder, Counts(), hashlib.sha256()
     if task.is_text:
         # Tokens alone: the samples of a text reach over the borders of pieces, and the parent cuts them.
         with open(task.path, "rb") as file, task.shard("tokens").open("wb") as out:
@@ -360,7 +345,7 @@ def encode_piece(task: Task) -> tuple[Counts, str]:
                 out.write(ids.data)
                 counts.tokens += len(ids)
         return counts, ""
-    prompter, by_recipe = Prompter(task.sections, encoder), task.layout.kind == "recipe"
+    by_recipe = task.layout.kind == "recipe"
     names = ["tokens", "learned", "lengths", "losses", *(["groups"] if by_recipe else [])]
     with open(task.path, "rb") as file, open_columns(Path(task.folder), task.shard("{}").name, names) as shard:
         file.seek(task.start)
@@ -410,20 +395,22 @@ def _bad_example(task: Task, number: int, problem: Said) -> ConfigError:
     return ConfigError(Message("data.bad-example", name=name, path=task.named, problem=problem))
 
 
-def _encode_pieces(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts, str]]:
+def _encode_pieces(want: Wanted, tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, Counts, str]]:
     """Every piece with what `encode_piece` says of it, in order. The first wrong example in that order is the error."""
+    encoder = Encoder(want.codec, want.spec.sequence, want.spec.overlong)
+    prompter = Prompter(want.resolved.sections if want.resolved else (), encoder)
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(tasks))
     if workers < 2 or total_bytes < ALONE_BYTES:
         for task in tasks:
-            yield task, *encode_piece(task)
+            yield task, *encode_piece(task, prompter)
         return
     context = multiprocessing.get_context("spawn")  # the parent may hold threads and a GPU: no fork
     workers = min(workers, MOST_PROCESSES)
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_the_parent) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(prompter,)) as pool:
         waiting: list[tuple[Task, Any]] = []
         try:
             for task in tasks:
-                waiting.append((task, pool.submit(encode_piece, task)))
+                waiting.append((task, pool.submit(_encode_in_child, task)))
                 if len(waiting) > 2 * workers:  # no further ahead: shards of pieces not yet appended fill the disk
                     first, future = waiting.pop(0)
                     yield first, *future.result()
@@ -435,7 +422,13 @@ def _encode_pieces(tasks: list[Task], total_bytes: int) -> Iterator[tuple[Task, 
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _end_with_the_parent() -> None:
+_in_child: list[Prompter] = []
+"""What a process of the pool encodes with."""
+
+
+def _start(prompter: Prompter) -> None:
+    """In a process of its own, which ends with its parent."""
+    _in_child.append(prompter)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -444,6 +437,10 @@ def _end_with_the_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _encode_in_child(task: Task) -> tuple[Counts, str]:
+    return encode_piece(task, _in_child[0])
 
 
 # --- folders --------------------------------------------------------------------------------------

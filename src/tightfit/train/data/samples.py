@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,19 +71,11 @@ class Sample:
     starts: tuple[int, ...] = (0,)
 
 
-class Rows(Protocol):
-    """Where samples come from."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Sample: ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Samples:
     """All samples of one part of the data."""
 
-    rows: Rows
+    row: Callable[[int], Sample]
     lengths: npt.NDArray[np.int32]
     """Tokens of each sample."""
     loss_tokens: Ints
@@ -94,12 +86,12 @@ class Samples:
     packed: bool = False
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.rows.row(int(index))
+        return self.row(int(index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +137,7 @@ def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
         length, words = spec.sequence, len(tokenizer)
         rows = GeneratedRows(count=count, sequence=length, vocabulary=words, seed=spec.seed, first=first)
         return Samples(
-            rows=rows,
+            row=rows.row,
             lengths=np.full(count, length, dtype=np.int32),
             loss_tokens=np.full(count, length - 1, dtype=np.int64),
             fingerprint=sha256(repr(("generated", rows)).encode()).hexdigest(),
@@ -228,9 +220,6 @@ class GeneratedRows:
     seed: int
     first: int = 0
 
-    def __len__(self) -> int:
-        return self.count
-
     def row(self, index: int) -> Sample:
         random = np.random.Generator(np.random.Philox(key=[self.seed, self.first + index]))
         ids = random.integers(0, self.vocabulary, size=self.sequence, dtype=np.int64)
@@ -257,9 +246,6 @@ class StoredRows:
     documents: npt.NDArray[np.int64]
     borders: npt.NDArray[np.int64] | None
     """Row i holds documents from border i to i + 1; None: one each."""
-
-    def __len__(self) -> int:
-        return len(self.documents) if self.borders is None else len(self.borders) - 1
 
     def row(self, index: int) -> Sample:
         if self.borders is None:
@@ -390,7 +376,7 @@ def open_view(want: Wanted) -> Split:
     def open_part(part: str) -> Samples:
         found = map_columns(folder, f"{part}.{{}}", ("documents", "lengths", "losses"), ("borders",))
         return Samples(
-            rows=StoredRows(store=store, documents=found["documents"], borders=found["borders"]),
+            row=StoredRows(store=store, documents=found["documents"], borders=found["borders"]).row,
             lengths=found["lengths"],
             loss_tokens=found["losses"],
             fingerprint=sha256(f"{want.key} {key} {part}".encode()).hexdigest(),

@@ -2,7 +2,7 @@
 
 A build runs in several processes, and none of them should load transformers (and with it, sooner or later, torch) to
 turn text into numbers. `Codec` is what they get instead: the tokenizer's own JSON for the Rust library that does the
-work anyway, its special tokens and the chat template. It is plain text, so it travels as a JSON file.
+work anyway, its special tokens and the chat template. It is plain text, and travels as such.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from tightfit.inputs.records import parse_json
-from tightfit.messages import Message, Said, as_json, from_json
+from tightfit.messages import Message, Said
 from tightfit.train.data.chat import TEMPLATES, ChatTemplate, Rendered, choose_template
 from tightfit.train.data.examples import Example
 from tightfit.types import ConfigError, ModelError
@@ -103,15 +101,6 @@ class Codec:
 
     def decode(self, ids: Any) -> str:
         return str(self.backend.decode([int(each) for each in ids], skip_special_tokens=False))
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), ensure_ascii=False, default=as_json), encoding="utf-8")
-
-    @staticmethod
-    def load(path: Path) -> Codec:
-        values = parse_json(path.read_text(encoding="utf-8"))
-        name, said = from_json(values["template_name"]), tuple(map(from_json, values["said"]))
-        return Codec(**{**values, "template_name": name, "said": said})
 
 
 def codec_of(tokenizer: Any, template: str | None) -> Codec:
