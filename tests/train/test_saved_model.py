@@ -20,8 +20,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_models import config_of, on_meta, real
 
 from tightfit.train import saved_model
-from tightfit.train.saved_model import ADAPTER, FileStyle, SaveError, TensorPiece, Writer, write_model
-from tightfit.train.saved_names import adapter_files, adapter_name, model_files, name_parts, names_of, rename_pieces
+from tightfit.train.saved_model import (
+    ADAPTER,
+    FileStyle,
+    SaveError,
+    TensorPiece,
+    Writer,
+    adapter_files,
+    model_files,
+    write_model,
+)
+from tightfit.train.sources import adapter_name, name_parts, names_of, rename_pieces
 from tightfit.types import UserError
 
 SHAPES = {"a": (7, 5), "b": (33,), "c": (2, 3, 4), "scalar": ()}

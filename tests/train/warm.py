@@ -80,7 +80,7 @@ def load() -> None:
     import tightfit.train.engines.fsdp2
     import tightfit.train.worker  # noqa: F401
     from tightfit.train.data.tokens import load_tokenizer
-    from tightfit.train.saved_names import name_parts
+    from tightfit.train.sources import name_parts
 
     for name in SOON:
         import_module(name)

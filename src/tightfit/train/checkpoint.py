@@ -35,9 +35,20 @@ from tightfit.train.config import WorkerConfig
 from tightfit.train.engines import MASTER, Engine
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, totals
-from tightfit.train.saved_model import ADAPTER, HOST_BYTES, FileStyle, Names, SaveError, TensorPiece, TensorSet, Writer
-from tightfit.train.saved_names import adapter_files, adapter_name, model_files, name_parts, names_of, rename_pieces
+from tightfit.train.saved_model import (
+    ADAPTER,
+    HOST_BYTES,
+    FileStyle,
+    Names,
+    SaveError,
+    TensorPiece,
+    TensorSet,
+    Writer,
+    adapter_files,
+    model_files,
+)
 from tightfit.train.shards import Shard, outline, plain_name, shards
+from tightfit.train.sources import adapter_name, name_parts, names_of, rename_pieces
 
 SLACK_BYTES = 64 * 2**20  # for config, tokenizer, manifest, and what a file system needs for itself
 ALIGNED = 64

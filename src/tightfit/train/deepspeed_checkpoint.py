@@ -29,8 +29,7 @@ from torch import Tensor
 from tightfit.messages import Listing, Message, Said, message_of
 from tightfit.train.engines import MASTER, LossScale, moments
 from tightfit.train.safetensors_files import Stored, overlaps
-from tightfit.train.saved_names import adapter_name
-from tightfit.train.sources import map_names, wrong_shape
+from tightfit.train.sources import adapter_name, map_names, wrong_shape
 from tightfit.types import ConfigError, ModelError, Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -34,10 +34,18 @@ from tightfit.runs.checkpoints import states_folder
 from tightfit.train.build import DTYPES, quiet_transformers, skeleton
 from tightfit.train.export_source import Exported, ExportSource, Kind, Spec, Told
 from tightfit.train.safetensors_files import Files, Stored, read_header
-from tightfit.train.saved_model import FileStyle, TensorPiece, write_model
-from tightfit.train.saved_names import model_files, name_parts, names_of, own_tensors, rename_pieces
+from tightfit.train.saved_model import FileStyle, TensorPiece, model_files, write_model
 from tightfit.train.shards import plain_name
-from tightfit.train.sources import Safetensors, map_names, open_weights, wrong_shape
+from tightfit.train.sources import (
+    Safetensors,
+    map_names,
+    name_parts,
+    names_of,
+    open_weights,
+    own_tensors,
+    rename_pieces,
+    wrong_shape,
+)
 from tightfit.train.sources_hub import find_weights
 from tightfit.types import ConfigError, ModelError
 

@@ -21,6 +21,7 @@ that nobody wrote is an error that names its tensor.
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -341,6 +343,46 @@ class Writer:
     def _note(self, rank: int, what: str) -> Path:
         number = f"-{self._sets}" if what == "spans" else ""
         return self.staging / f".rank-{rank}-{what}{number}.json"
+
+
+# --- beside the weights --------------------------------------------------------------------------
+
+
+def model_files(
+    config: Any, model_class: str, dtype: torch.dtype, *, generation_config: Any = None, tokenizer: Any = None
+) -> Callable[[Path], None]:
+    """A writer of config.json and its neighbours, as save_pretrained would have written them."""
+
+    def write(folder: Path) -> None:
+        saved = copy.deepcopy(config)
+        saved.architectures = [model_class]
+        saved.dtype = dtype
+        if getattr(saved, "use_cache", None) is False:  # off while training, and slow when it generates
+            saved.use_cache = True
+        if getattr(saved, "rescale_prenorm_residual", False):
+            # It speaks of a new model only, but transformers 5 rescales what it has loaded as well.
+            saved.rescale_prenorm_residual = False
+        _save_all(folder, saved, generation_config, tokenizer)
+
+    return write
+
+
+def adapter_files(adapter_config: Any, base: str, *, tokenizer: Any = None) -> Callable[[Path], None]:
+    """A writer of adapter_config.json, which names the model that the adapter is for."""
+
+    def write(folder: Path) -> None:
+        saved = copy.deepcopy(adapter_config)
+        saved.base_model_name_or_path = base
+        saved.inference_mode = True
+        _save_all(folder, saved, tokenizer)
+
+    return write
+
+
+def _save_all(folder: Path, *things: Any) -> None:
+    for each in things:
+        if each is not None:
+            disk.by_library(each.save_pretrained, folder)
 
 
 # --- layout --------------------------------------------------------------------------------------

@@ -17,18 +17,22 @@ A checkpoint has the names of the program that wrote it. Four things stand betwe
   and `convert` lets transformers load it once.
 
 transformers' own rename function is asked first, for it is what from_pretrained does.
+
+A Hugging Face folder of ours has the names of the checkpoints that are out there, and so the experts of a layer are
+many tensors in it. A piece of the one tensor is cut where they meet, and other programs can read the folder too.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +41,7 @@ import torch
 from tightfit.messages import Message
 from tightfit.owned import flock
 from tightfit.train.safetensors_files import DTYPES, Files, Stored, overlaps, tensors_of
-from tightfit.train.saved_model import TensorPiece, write_model
+from tightfit.train.saved_model import Names, TensorPiece, write_model
 from tightfit.train.sources_hub import Progress, silent
 from tightfit.types import ModelError
 
@@ -73,7 +77,7 @@ class Safetensors:
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         parts = self._find_parts(name)
         sizes = [part.numel for part in parts]
-        found, wanted = sum(sizes), math.prod(shape)
+        found, wanted = sum(sizes), prod(shape)
         if not 0 <= start <= stop <= found or found != wanted:
             said = {"found": found, "wanted": wanted, "shape": list(shape)}
             raise ModelError(Message("train.other-size", name=name, folder=self.folder, **said))
@@ -275,6 +279,62 @@ def wrong_shape(
         squeezed = [tuple(n for n in one if n != 1) for one in (stored[keys[0]].shape, shape)]
         if squeezed[0] != squeezed[1]:
             return Message("train.shapes-differ", name=name, shape=list(stored[keys[0]].shape), wanted=list(shape))
-    if len(keys) > 1 and sum(stored[key].numel for key in keys) != math.prod(shape):
+    if len(keys) > 1 and sum(stored[key].numel for key in keys) != prod(shape):
         return Message("train.sizes-differ", name=name, count=len(keys), shape=list(shape))
     return None
+
+
+# --- names in files -------------------------------------------------------------------------------
+
+Parts = Mapping[str, tuple[tuple[str, tuple[int, ...]], ...]]
+"""For each parameter what it is saved as: name and shape of tensors that lie end to end in it."""
+
+
+def own_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer, tied ones once, by their first name."""
+    state, first = model.state_dict(keep_vars=True), dict[int, str]()
+    return {name: tensor for name, tensor in state.items() if first.setdefault(id(tensor), name) == name}
+
+
+def name_parts(model: torch.nn.Module) -> Parts:
+    """What each parameter and persistent buffer of `model` (on any device) is saved as; tied ones once."""
+    own = own_tensors(model)
+    as_is: dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
+    as_is = {name: ((name, tuple(tensor.shape)),) for name, tensor in own.items()}
+    try:
+        revert = import_module("transformers.core_model_loading").revert_weight_conversion
+    except (ImportError, AttributeError):  # transformers 4 saves its own names
+        return as_is
+    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()}
+    saved = {key: tuple(tensor.shape) for key, tensor in revert(model, empty).items()}
+    if saved.keys() == own.keys():
+        return as_is
+    stored = {key: Stored(Path(key), "F32", shape, 0, 4 * prod(shape)) for key, shape in saved.items()}
+    found = map_names(model, stored).parts
+    return {
+        name: tuple((key, saved[key]) for key in found[name]) if name in found else same for name, same in as_is.items()
+    }
+
+
+def names_of(parts: Parts, dtype: Callable[[str], torch.dtype]) -> Names:
+    """What `write_model` wants to know; `dtype` says which a parameter shall have in the files."""
+    return {key: (shape, dtype(name)) for name, of_one in parts.items() for key, shape in of_one}
+
+
+def rename_pieces(pieces: Iterable[TensorPiece], parts: Parts) -> Iterator[TensorPiece]:
+    """The same elements under the names of the files."""
+    for piece in pieces:
+        of_one, flat, done = parts[piece.name], piece.tensor.reshape(-1), 0
+        sizes = (prod(shape) for _, shape in of_one)
+        for number, low, high in overlaps(sizes, piece.start, piece.start + flat.numel()):
+            key, shape = of_one[number]
+            yield TensorPiece(key, shape, low, flat[done : done + high - low])
+            done += high - low
+
+
+def adapter_name(name: str, adapter: str = "default") -> str:
+    """A parameter of a PeftModel as PEFT's files call it: without the adapter's own name."""
+    name = name.replace(f".modules_to_save.{adapter}.", ".")
+    return re.sub(
+        rf"(\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.{re.escape(adapter)}(?=\.|$)", r"\1", name
+    )
