@@ -109,13 +109,16 @@ def step_down(
     """The next plan after `last` failed; `before`: the attempts before it, whose lessons still hold.
 
     Pass the calibration with what the failed attempt has taught already: the last plan is corrected by it as well.
+    Without the bounds' `advice`, where there is none, what would help is not looked for: that takes most of the time.
     """
     assert last.chosen is not None, "what has no way was never tried"
     bounds = bounds or Bounds()
     tried = (*before, Tried(way=last.chosen, shortfall=shortfall))
     variants = tuple(_variants(last, bounds, tried))
     question = next((each for each in variants if something_fits(each)), variants[-1])
-    answer = answer_question(_job_so_far(last), question)
+    answer = answer_question(_job_so_far(last), question, advice=bounds.advice)
+    if answer.chosen is None and not bounds.advice:
+        return NoWay(because=(_missing(shortfall),))
     if answer.chosen is None:
         return _no_way(last, answer, question, tried[-1], margin_bytes(tried[-1], before, bounds))
     return _describe_step(last, answer, bounds, tried)
