@@ -4,8 +4,9 @@
     process = warm_desk.Process("train", "--model", "tiny_llama", ranks=True)
 
 One process has every verb's modules loaded and nothing else done; it forks a child for each command line. The child
-has its own environment, folder, streams and exit code, as `python -W error -m tightfit` would. What Python itself reads
-when it starts (`PYTHON…`, the locale) cannot be told to a fork: then a process is started from scratch.
+has its own environment, folder, streams and exit code, as `python -W error -m tightfit` would; what `PYTHONPATH` names
+comes first, for what is not imported yet. What else Python itself reads when it starts (`PYTHON…`, the locale) cannot
+be told to a fork: then a process is started from scratch.
 
 With `ranks` it is another process that forks, which has torch and the worker loaded too. Workers that its children
 start are forked from them in turn: real processes and children of their desk, but with what they import there already.
@@ -49,7 +50,8 @@ def run(
     ranks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """One command line, to its end. `env`: all of it; None: this process's."""
-    if any(name.startswith(READ_AT_START) and os.environ.get(name) != env[name] for name in env or ()):
+    told = {name: value for name, value in (env or {}).items() if name.startswith(READ_AT_START)}
+    if any(os.environ.get(name) != value for name, value in told.items() if name != "PYTHONPATH"):
         command = [sys.executable, "-W", "error", "-m", "tightfit", *words]
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=timeout)
     process = Process(*words, cwd=cwd, env=env, ranks=ranks)
@@ -239,6 +241,7 @@ def take_streams(streams: Sequence[int], kept: Sequence[int] = ()) -> None:
 def take_environment(env: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
     if hub := sys.modules.get("huggingface_hub.constants"):  # it has read this one when it was loaded
         hub.HF_HUB_OFFLINE = env.get("HF_HUB_OFFLINE", "0") == "1"
 

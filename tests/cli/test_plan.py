@@ -481,6 +481,7 @@ def test_slower_is_told_in_time(shell: Shell) -> None:
     assert "slower" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_tier_that_does_not_fit_says_so(shell: Shell) -> None:
     text = shell.run("--model", "7b_mamba", "--gpus", "2x24GB", "--host-ram", "32GB", "--tier", "stage3")
@@ -597,6 +598,7 @@ def test_where_only_fsdp2_fits_another_launcher_is_named(shell: Shell, tmp_path:
     assert not any("torchrun" in sentence for sentence in hopeless["because"]), "that would not help"
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_most_that_fits_is_what_the_launcher_can_start(shell: Shell) -> None:
     assert shell.json(*ONLY_FSDP2, "--max", "seq")["max"]["value"] > 0

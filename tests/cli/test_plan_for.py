@@ -69,9 +69,15 @@ def check_preset(model: str, method: str, gpus: str, folder: Path) -> None:
         check_written(found, gpus, folder, host_ram="512GB")
 
 
+EACH = [(model, method) for model in MODELS for method in METHODS]
+LARGE = [("qwen2.5-32b", "full"), ("gemma-3-27b", "full"), ("gemma-3-27b", "qlora")]
+"""Of which the search takes longest."""
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "method"), [pytest.param(*each, marks=[pytest.mark.slow] if each in LARGE else []) for each in EACH]
+)
 def test_every_preset_on_a_size_of_card(model: str, method: str, tmp_path: Path) -> None:
     """Each model with each method, and each method on each size of card."""
     turn = MODELS.index(model) + 2 * METHODS.index(method)

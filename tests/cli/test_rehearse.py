@@ -284,6 +284,7 @@ def test_more_than_the_cap_fails(plan_folder: Path) -> None:
     assert "Failed: rank 0 of 2 took more than its 200.0 MiB: its peak is" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_running_out_of_memory_names_the_phase(tmp_path: Path, no_gpu: None) -> None:
     folder, limit = tmp_path / "plan", 4 * GIB
@@ -304,7 +305,7 @@ def test_running_out_of_memory_names_the_phase(tmp_path: Path, no_gpu: None) -> 
     assert "can't allocate memory" in found["error"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_ctrl_c_ends_the_worker(tmp_path: Path, no_gpu: None) -> None:
     kept = tmp_path / "kept"
     desk = subprocess.Popen(

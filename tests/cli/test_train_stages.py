@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_desk
 from tightfit.cli import main
 
 JOB = """
@@ -33,17 +34,18 @@ def job(tmp_path: Path) -> Path:
 
 
 @pytest.mark.thorough
-def test_embeddings_first_then_adapters(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(job), "--num-gpus", "1", "--no-probe"]) == 0
+def test_embeddings_first_then_adapters(job: Path) -> None:
+    trained = warm_desk.run("train", str(job), "--num-gpus", "1", "--no-probe", cwd=job.parent, ranks=True)
+    assert trained.returncode == 0, trained.stderr
     out = job.parent / "out"
-    said = capsys.readouterr().out
-    assert "65,536 parameters train, as planned" in said
+    assert "65,536 parameters train, as planned" in trained.stdout
     worker = json.loads((out / "stage-2" / "plan" / "worker.json").read_text(encoding="utf-8"))
     assert worker["model"]["weights"] == str(out / "stage-1" / "model")
     adapter = json.loads((out / "stage-2" / "model" / "adapter_config.json").read_text(encoding="utf-8"))
     assert adapter["base_model_name_or_path"] == str(out / "stage-1" / "model")
-    assert main(["train", str(job), "--num-gpus", "1"]) == 0
-    assert capsys.readouterr().out.count("is done already") == 2
+    again = warm_desk.run("train", str(job), "--num-gpus", "1", cwd=job.parent, ranks=True)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("is done already") == 2
 
 
 def test_the_plan_shows_every_stage(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

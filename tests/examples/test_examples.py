@@ -162,27 +162,39 @@ def test_a_page_shows_what_the_program_prints(page: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", NOT_TRAINED)
-def test_an_example_is_written_for_another_trainer(name: str) -> None:
-    """By the script, as a user starts it."""
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / "smoke.py"), name], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "✗" not in ran.stdout
-    assert "no errors, no warnings" in ran.stdout
-    assert re.search(r"Fits: needs .* on each of 8 GPUs", ran.stdout)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in smoke.EXAMPLES if name not in NOT_TRAINED])
-def test_an_example_runs_with_a_tiny_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_example_is_written_for_another_trainer(
+    name: str, tmp_path: Path, quick_start: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    smoke.smoke(name, tmp_path)
+    said = capsys.readouterr().out
+    assert "✗" not in said
+    assert "no errors, no warnings" in said
+    assert re.search(r"Fits: needs .* on each of 8 GPUs", said)
+
+
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's commands are forked, and import nothing anew."""
+
     def start(command: Sequence[str], *, cwd: Path, env: dict[str, str], **_: object) -> Any:
         assert list(command[:3]) == [sys.executable, "-m", "tightfit"]
         return warm_desk.run(*command[3:], cwd=cwd, env=env, timeout=600, ranks=True)
 
     monkeypatch.setattr(smoke, "subprocess", SimpleNamespace(run=start, DEVNULL=subprocess.DEVNULL))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("lora-on-4-to-12gb", "mamba-7b-on-6x32gb") else [pytest.mark.slow])
+        for name in smoke.EXAMPLES
+        if name not in NOT_TRAINED
+    ],
+)
+def test_an_example_runs_with_a_tiny_model(
+    name: str, tmp_path: Path, quick_start: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     smoke.smoke(name, tmp_path)
     said = capsys.readouterr().out
     assert "✗" not in said

@@ -175,14 +175,14 @@ def test_the_backward_pass_through_time_on_a_gpu() -> None:
 
 def interpreted() -> None:
     bounds = ROUNDING | {torch.bfloat16: 2**-7}  # the interpreter cuts bf16 off where a GPU rounds
-    for shape in [(1, 1, 1, 4), (2, 5, 3, 2), (2, 3, 37, 4)]:
+    for shape in [(1, 1, 1, 4), (2, 5, 3, 2), (1, 3, 35, 4)]:
         for dtype in (torch.float32, torch.bfloat16):
             for drop in ((), ("initial", "starts"), ("bias", "starts")):
-                for silu in (True, False) if shape[2] < 10 else (True,):  # a long one takes its time
+                for silu in (True, False) if shape[2] == 3 else (True,):  # a long one takes its time
                     errors = compare(case(*shape, dtype), silu, drop, path="triton")
                     assert max(errors.values()) <= bounds[dtype], (shape, dtype, drop, silu, errors)
     in_order({dtype: bounds[dtype] for dtype in (torch.float32, torch.bfloat16)}, [(1, 3, 1, 4)])
-    in_order({torch.float32: bounds[torch.float32]}, [(2, 3, 70, 4)])
+    in_order({torch.float32: bounds[torch.float32]}, [(1, 3, 66, 4)])
 
 
 def in_order(bounds: dict[torch.dtype, float], shapes: list[tuple[int, int, int, int]], device: str = "cpu") -> None:

@@ -136,6 +136,25 @@ NAMES = (
     "llama tied accumulated tightest",
 )
 """`accumulated`: what is watched is the second micro batch of the first step, which fetches the small ones too."""
+QUICK = (
+    "llama checkpointed tight",
+    "llama checkpointed persistent",
+    "llama tied ample",
+    "llama checkpointed lora alone",
+    "llama tied checkpointed lora tightest",
+    "llama checkpointed embeddings tight",
+    "mamba checkpointed tight",
+    "mamba untied near",
+    "mamba leaf checkpointed persistent",
+    "mamba leaf tight",
+    "mamba leaf untied far",
+    "mamba leaf falcon checkpointed tightest",
+    "mamba leaf checkpointed embeddings tight",
+    "llama checkpointed lora accumulated persistent",
+    "llama tied accumulated tightest",
+)
+"""Each model, each limit and each word once; the others are slow."""
+EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 # --- the process that runs DeepSpeed ------------------------------------------------------------
 
@@ -337,24 +356,27 @@ def replayed(name: str) -> dict[str, int]:
 
 
 @pytest.fixture(scope="session")
-def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run once, whichever of the test workers comes first; the others wait for its answer."""
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every scenario that is asked for, run once, by whichever of the test workers comes first; the others wait."""
     pytest.importorskip("torch")
     alone = "PYTEST_XDIST_WORKER" not in os.environ
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {each.get("name") for each in params}
+    names = [name for name in NAMES if name in asked or name in QUICK]
     base = tmp_path_factory.getbasetemp()
     answer = (base if alone else base.parent) / "gathered.json"
     with answer.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not answer.exists():
-            answer.write_text(json.dumps(_run_deepspeed()))
+            answer.write_text(json.dumps(_run_deepspeed(names)))
     found: dict[str, Any] = json.loads(answer.read_text())
     assert "failed" not in found, found["failed"]
     return found
 
 
-def _run_deepspeed() -> dict[str, Any]:
+def _run_deepspeed(names: list[str]) -> dict[str, Any]:
     """What it found, or why it failed: the other workers need not try again."""
-    command = [sys.executable, __file__, json.dumps([scenario(name) for name in NAMES])]
+    command = [sys.executable, __file__, json.dumps([scenario(name) for name in names])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     except subprocess.TimeoutExpired as error:
@@ -366,7 +388,7 @@ def _run_deepspeed() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_replay_holds_what_deepspeed_holds(real: dict[str, Any], name: str) -> None:
     found, predicted = measured(real[name]["calls"]), replayed(name)
     off = {stretch: held - found.get(stretch, 0) for stretch, held in predicted.items()}
@@ -374,7 +396,7 @@ def test_the_replay_holds_what_deepspeed_holds(real: dict[str, Any], name: str) 
     assert all(-SLACK <= elements <= above for elements in off.values()), f"measured {found}, off by {off}"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "mamba" in name and "embeddings" not in name])
+@pytest.mark.parametrize("name", [name for name in QUICK if "mamba" in name and "embeddings" not in name])
 def test_a_leafs_gradients_wait_for_each_other(real: dict[str, Any], name: str) -> None:
     from tightfit.memory.zero3 import hold_by_leaves
 
@@ -391,7 +413,7 @@ def test_a_leafs_gradients_wait_for_each_other(real: dict[str, Any], name: str) 
 
 def test_every_limit_bites(real: dict[str, Any]) -> None:
     """The scenarios are worth their name: they hold different amounts of one model."""
-    alike = [name for name in NAMES if name.startswith("llama checkpointed ") and "embeddings" not in name]
+    alike = [name for name in real if name.startswith("llama checkpointed ") and "embeddings" not in name]
     peaks = {name: max(held for *_, held in real[name]["calls"]) for name in alike}
     assert len(set(peaks.values())) == len(peaks)
 

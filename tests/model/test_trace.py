@@ -126,6 +126,7 @@ def test_without_the_train_extra_the_error_says_what_to_install(
         trace_config({"model_type": "cohere", **SIZES}, "some/model")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_traced_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     # Code from a model's repository is named in the config, and must not be fetched or run.
     remote = {"model_type": "mystery", "auto_map": {"AutoConfig": "configuration_mystery.MysteryConfig"}}

@@ -72,7 +72,9 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "4-bit" in name else []) for name in QUESTIONS]
+)
 def test_the_choice_is_that_of_trying_everything(name: str) -> None:
     question = QUESTIONS[name]()
     answers = []

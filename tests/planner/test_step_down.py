@@ -111,7 +111,7 @@ def test_any_phase_can_be_what_failed(phase: PhaseName | None) -> None:
     ("model", "word"),
     [
         ("qwen1.5-0.5b", "1x8GB"),
-        ("qwen1.5-0.5b", "2x8GB"),
+        pytest.param("qwen1.5-0.5b", "2x8GB", marks=pytest.mark.slow),
         pytest.param("qwen2.5-7b", "8xRTX4090", marks=pytest.mark.slow),
     ],
 )
@@ -334,6 +334,7 @@ def best_by_trying(question: Question) -> tuple[object, ...] | None:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 @properties(max_examples=15)
 @given(

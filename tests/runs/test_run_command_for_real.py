@@ -67,6 +67,7 @@ def test_a_trainer_script_that_was_ended_from_outside_goes_on(tmp_path: Path) ->
     assert [each["state"] for each in attempts(tmp_path)] == ["failed", "done"]
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_bug_in_a_trainer_script_ends_at_once(tmp_path: Path) -> None:
     done = run(tmp_path, "--", sys.executable, str(ASSETS / "hf_trainer.py"), *HF, "--bug_at", "3")
@@ -98,6 +99,7 @@ def test_another_zero_stage_is_refused_where_a_checkpoint_would_be_lost(tmp_path
 # --- DeepSpeed, two ranks -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_deepspeed_script_goes_on_with_its_json_changed(tmp_path: Path) -> None:
     config = {

@@ -170,6 +170,7 @@ def test_without_a_name_the_last_folder_of_the_same_command_is_taken_over(here: 
 HF = ("--max_steps", "8", "--save_steps", "2", "--output_dir", "model", "--report_to", "none", "--use_cpu", "True")
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_trainer_goes_on_with_the_config_of_its_last_start(here: Path) -> None:
     """It ran out of memory, was stepped down, and then somebody killed the supervisor."""

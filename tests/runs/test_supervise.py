@@ -20,7 +20,7 @@ from train_shell import DESK, TINY, Shell, shell
 import patience
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
-from tightfit.runs import hang, own
+from tightfit.runs import hang, own, supervise
 from tightfit.runs.processes import is_alive
 from tightfit.runs.records import AttemptRecord, read_attempts
 
@@ -64,10 +64,12 @@ class Unsteady:
 def unsteady(shell: Shell) -> Unsteady:
     """With ranks that are silent by the tests' clock, which hardly moves while they wait for a processor."""
     shell.monkeypatch.setattr(own, "Watch", partial(own.Watch, clock=patience.now))
+    shell.monkeypatch.setattr(supervise, "FIRST_WAIT_S", 0.1)
     return Unsteady(shell)
 
 
 def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(unsteady: Unsteady) -> None:
+    unsteady.shell.monkeypatch.setattr(supervise, "FIRST_WAIT_S", 1.0)
     code, out, err = unsteady.train("kill@6/good")
     assert (code, err) == (0, "")
     first, second = unsteady.records
@@ -224,6 +226,7 @@ def test_a_hang_is_seen_and_ended(unsteady: Unsteady) -> None:
     assert "break_down" in (unsteady.folder / "attempts/001/rank-1.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_rank_that_is_stopped_from_outside_cannot_even_answer(unsteady: Unsteady) -> None:
     code, _, err = unsteady.train("stopped@5/good", "--hang-timeout", "2s")

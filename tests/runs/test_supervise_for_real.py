@@ -27,6 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_writes_a_checkpoint(tmp_path: Path, undisturbed: Trained) -> None:
     trained = train(tmp_path, *QUICK, "--no-async-save", faults="kill@rank=1,stage=write,step=4")
     assert trained.code == 0, trained.err
@@ -54,6 +55,7 @@ def test_a_gpu_that_runs_out_of_memory_in_the_first_step(tmp_path: Path) -> None
     same_course(trained, train(tmp_path / "undisturbed", *job))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs(tmp_path: Path, undisturbed: Trained) -> None:
     trained = train(tmp_path, *QUICK, "--hang-timeout", "5s", faults="hang@rank=1,stage=forward,step=5")
     assert trained.code == 0, trained.err

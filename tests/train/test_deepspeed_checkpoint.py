@@ -80,7 +80,12 @@ def gone_on(folder: Path, begun: Begun, world: int, *options: str, **flags: Any)
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("stage", "precision", "engine", "world"),
-    [(2, "fp32", "fsdp2", 2), (3, "fp32", "zero2", 2), (2, "bf16", "zero3", 2), (2, "bf16", "zero0", 1)],
+    [
+        pytest.param(2, "fp32", "fsdp2", 2, marks=pytest.mark.slow),
+        pytest.param(3, "fp32", "zero2", 2, marks=pytest.mark.slow),
+        (2, "bf16", "zero3", 2),
+        (2, "bf16", "zero0", 1),
+    ],
 )
 def test_the_losses_are_those_of_deepspeeds_own_continuation(
     begun: Any, tmp_path: Path, stage: int, precision: str, engine: str, world: int

@@ -16,6 +16,7 @@ SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2,
 ABORT_AT_THE_END = "import atexit, os\natexit.register(os.abort)\n"
 
 
+@pytest.mark.slow
 def test_a_library_that_aborts_at_the_end_spoils_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABORT_AT_THE_END)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))

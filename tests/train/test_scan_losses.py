@@ -43,7 +43,7 @@ def losses(folder: Path, family: str, scan: str) -> list[float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])
+@pytest.mark.parametrize("family", [pytest.param("mamba", marks=pytest.mark.slow), "falcon_mamba"])
 def test_both_scans_learn_the_same(tmp_path: Path, family: str) -> None:
     ours, theirs = (losses(tmp_path / scan, family, scan) for scan in ("tightfit", "torch"))
     assert len(ours) == STEPS

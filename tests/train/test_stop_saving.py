@@ -56,6 +56,7 @@ def test_a_signal_during_a_save_is_heard_after_it(tmp_path: Path, background: bo
     assert not list((run / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stands(tmp_path: Path) -> None:
     run, ranks = started(tmp_path, background=False)
     whole = newest_first(run)[0]

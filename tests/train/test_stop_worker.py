@@ -76,6 +76,7 @@ def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: si
     assert not (tmp_path / "run" / "errors").exists(), "to be asked is no failure"
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
     folder = write_plan(tmp_path, 2, **SMALL)

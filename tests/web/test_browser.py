@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from visits import follow, home_of, need_a_browser, opened, says, served, step_line, written
 
 import patience
+import warm_desk
 
 pytestmark = pytest.mark.thorough
 
@@ -36,17 +37,17 @@ def browser() -> None:
 
 
 @contextmanager
-def training(work: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
+def training(work: Path, steps: int) -> Iterator[warm_desk.Process]:
     """A real run on this machine's CPU, in `runs/first`."""
-    command = [sys.executable, "-m", "tightfit", *TRAIN, "--max-steps", str(steps), "--output", "runs/first"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(work / "cache")}
-    with (work / "train.out").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=work, env=env)
+    words = (*TRAIN, "--max-steps", str(steps), "--output", "runs/first")
+    process = warm_desk.Process(*words, cwd=work, env=env, ranks=True)
     try:
         yield process
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.wait(60)
+        process.kill()
 
 
 def runs_of(link: str) -> str:
@@ -66,7 +67,7 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
         says(page, "#f-step", "/ 40", WAIT_MS / 1000)
         assert page.locator("#memory tr").count() >= 1
         page.wait_for_selector("#state[data-state=done]", timeout=WAIT_MS)
-        assert process.wait(60) == 0, (tmp_path / "train.out").read_text()
+        assert process.wait(60) == 0, process.communicate()
         says(page, "#f-step", "40 / 40")
         says(page, "#link", "over")
         assert "at step 1, " in page.text_content("#d-loss")
@@ -138,7 +139,7 @@ def test_a_page_in_chinese_from_the_browser_alone(tmp_path: Path) -> None:
         assert page.get_attribute("html", "lang") == "zh-Hans"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_a_narrow_window(scheme: str, tmp_path: Path) -> None:
     name = "a-very-long-name-of-a-run-with-all-of-its-settings-in-it-lr3e-4-bs128-seq4096-seed1234"
     run = written(tmp_path / name, [step_line(n, 9_000_000, now_bytes=2**33, peak_bytes=2**34) for n in range(1, 9)])
@@ -201,6 +202,7 @@ def test_the_keyboard_and_a_screen_reader_find_their_way(tmp_path: Path) -> None
             assert page.locator("[role=status], [aria-live]").count() >= 1 or path == "/plan"
 
 
+@pytest.mark.slow
 def test_a_page_that_stays_open_does_not_grow(tmp_path: Path) -> None:
     run = written(tmp_path / "run", [step_line(1, 50_000)], ended=None, state="running")
     with served(cwd=tmp_path) as link, opened(f"{home_of(link)}/runs/view?run=0/run&{link.partition('?')[2]}") as page:

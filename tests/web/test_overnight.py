@@ -63,6 +63,7 @@ def seen_for(page: Any, seconds: float, rate: float, root: Path) -> list[Figures
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [10.0, pytest.param(120.0, marks=pytest.mark.slow)])
 def test_it_neither_grows_nor_stalls(seconds: float, page: Any, tmp_path: Path) -> None:
     rate = 2000.0
@@ -129,6 +130,7 @@ def test_a_line_on_which_little_is_said_is_not_taken_for_dead(page: Any, tmp_pat
         says(page, "#link", "over")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_again_is_waited_for(window: Any, page: Any, tmp_path: Path) -> None:
     with growing(tmp_path / "first", 100.0):
         with serving(tmp_path) as (link, _):
@@ -161,6 +163,7 @@ HIDE = """(hidden) => {
 }"""
 
 
+@pytest.mark.slow
 def test_a_tab_that_nobody_looks_at_lets_go_and_comes_back(page: Any, tmp_path: Path) -> None:
     run = tmp_path / "first"
     with growing(run, 200.0), serving(tmp_path) as (link, server):

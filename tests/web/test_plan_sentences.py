@@ -54,7 +54,7 @@ def sentences(plan: Plan) -> list[Said]:
 @pytest.mark.thorough
 def test_all_that_the_planner_says_has_a_chinese_form() -> None:
     said: set[Said] = set()
-    for request in jobs(20):
+    for request in jobs(12):
         plan, _ = answered(request)
         assert isinstance(plan, Plan)
         said.update(sentences(plan))

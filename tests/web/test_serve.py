@@ -246,6 +246,7 @@ def test_many_readers_come_and_go_and_nothing_stays(tmp_path: Path) -> None:
         assert visitor.get("/runs")[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_ten_readers_of_a_run_cost_less_than_a_fiftieth_of_a_core(tmp_path: Path) -> None:
     """A training whose cores are all busy loses what the page takes, and no more than that: processor time says how

@@ -351,9 +351,7 @@ class Planner:
         if external.deepspeed is None and not external.accelerate:
             adds = external.is_llamafactory and known.hardware.world > 1
             engines = DEEPSPEED if adds else frozenset({known.levers.engine})
-        bounds = Bounds(
-            partial=False, engines=engines, every_gpu=True, calibration=known.calibration, advice=False
-        )
+        bounds = Bounds(partial=False, engines=engines, every_gpu=True, calibration=known.calibration, advice=False)
         for job in _tries(known, same_engine=same_engine):
             last = replace(known, job=job).plan
             assert last.chosen is not None
