@@ -21,21 +21,39 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import open_regular
 from tightfit.messages import Message, Said, as_json, change_texts, from_json
+from tightfit.types import PhaseName
 
 _MOST_TEXT = 2000  # characters of a sentence that are kept: a screen is not a log
 
 
+@dataclass(frozen=True, kw_only=True)
 class Event:
-    """One of those below."""
+    """One of those below. Each field is read by its type, from the key of its own name in the line."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+    _without: ClassVar[Mapping[str, object]]
+    _at: ClassVar[Mapping[str, str]]
+
+    def __init_subclass__(
+        cls, *, name: str = "", without: Mapping[str, object] | None = None, at: Mapping[str, str] | None = None
+    ) -> None:
+        """`name`: what a line calls it, or several names. `without`: what stands for a field that is missing; one that
+        neither is here nor may be None makes it another event. `at`: fields with another key, or `block.key`."""
+        cls._without, cls._at = without or {}, at or {}
+        Event.kinds.update(dict.fromkeys(name.split(), cls))
+
+
+E = TypeVar("E", bound=Event)
+_NO_REASON = {"text": Message("runs.no-reason")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Event):
+class Started(Event, name="start", at={name: f"predicted.{name}" for name in ("peak_bytes", "limit_bytes")}):
     """The worker has read its orders. None: it does not say."""
 
     model: str | None = None
@@ -47,7 +65,7 @@ class Started(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress(Event):
+class Progress(Event, name="progress", without={"what": Message("runs.working")}):
     """Long work before the first step: a download, the data's cache, weights being read."""
 
     what: Said
@@ -56,7 +74,7 @@ class Progress(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof(Event):
+class Proof(Event, name="proof", without={"name": "", "text": ""}):
     """Something that the plan promised, looked at in the running worker."""
 
     name: str
@@ -65,7 +83,7 @@ class Proof(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryMark(Event):
+class MemoryMark(Event, name="memory", without={"milestone": "?"}):
     """Memory at a milestone, beside what was predicted for it."""
 
     milestone: str
@@ -75,7 +93,7 @@ class MemoryMark(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe(Event):
+class Probe(Event, name="probe"):
     """The largest batch has passed, before the first step."""
 
     seconds: float | None
@@ -83,7 +101,7 @@ class Probe(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Event):
+class Step(Event, name="step", at={name: f"memory.{name}" for name in ("now_bytes", "peak_bytes", "host_bytes")}):
     step: int
     steps: int | None
     loss: float | None
@@ -101,26 +119,26 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Event):
+class Evaluation(Event, name="eval"):
     step: int | None
     loss: float | None
     perplexity: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warned(Event):
+class Warned(Event, name="warning overflow"):
     text: Said
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Event):
+class Saved(Event, name="saved", without={"folder": "?"}, at={"written_bytes": "bytes"}):
     folder: str
     written_bytes: int | None
     files: tuple[str, ...] = ()  # within the folder; empty: an earlier release wrote it, which did not list them
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpointed(Event):
+class Checkpointed(Event, name="checkpoint", without={"folder": "?"}, at={"written_bytes": "bytes"}):
     """A checkpoint stands."""
 
     step: int | None
@@ -132,7 +150,7 @@ class Checkpointed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, name="checkpoint_failed", without=_NO_REASON):
     """A checkpoint could not be written; the training goes on without it."""
 
     step: int | None
@@ -140,7 +158,7 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed(Event):
+class Resumed(Event, name="resumed", without={"folder": "?"}):
     """The run goes on from a checkpoint."""
 
     step: int | None
@@ -151,7 +169,7 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassedOver(Event):
+class PassedOver(Event, name="passed_over", without={"folder": "?", **_NO_REASON}):
     """A checkpoint that cannot be used, and why."""
 
     folder: str
@@ -159,14 +177,14 @@ class PassedOver(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopping(Event):
+class Stopping(Event, name="stopping", without={"text": Message("runs.asked-to-stop")}):
     """Somebody has asked the run to end."""
 
     text: Said
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptBegan(Event):
+class AttemptBegan(Event, name="attempt", without={"plan": "?"}):
     """The ranks are started again; the first start says nothing of the kind."""
 
     number: int
@@ -175,7 +193,9 @@ class AttemptBegan(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptFailed(Event):
+class AttemptFailed(
+    Event, name="attempt_failed", without={"kind": "unknown", "action": "?", "because": "", **_NO_REASON}
+):
     """An attempt ended in distress, and what follows."""
 
     number: int
@@ -189,7 +209,7 @@ class AttemptFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed(Event):
+class Failed(Event, name="error", without={"kind": "crash", **_NO_REASON}):
     """A rank's last words."""
 
     rank: int | None
@@ -198,14 +218,14 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures(Event):
+class Pictures(Event, name="pictures"):
     """The curves of the run as files."""
 
     files: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended(Event):
+class Ended(Event, name="end", without={"reason": "done"}):
     reason: str
     summary: Mapping[str, Any]  # what the worker adds about the whole run: for programs, which know their version of it
 
@@ -216,42 +236,6 @@ class Other(Event):
 
     name: str
     text: Said
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """How an event of a name is read: each field by its type, from the key of its own name."""
-
-    event: type[Any]
-    without: Mapping[str, object] = field(default_factory=dict)
-    """What stands for a field that is missing. One that neither is here nor may be None makes it another event."""
-    at: Mapping[str, str] = field(default_factory=dict)  # fields with another key; `block.key`: within a block
-
-
-_NO_REASON = {"text": Message("runs.no-reason")}
-_IN_A_STEP = {name: f"memory.{name}" for name in ("now_bytes", "peak_bytes", "host_bytes")}
-_KINDS: Mapping[str, _Kind] = {
-    "start": _Kind(Started, at={name: f"predicted.{name}" for name in ("peak_bytes", "limit_bytes")}),
-    "progress": _Kind(Progress, {"what": Message("runs.working")}),
-    "proof": _Kind(Proof, {"name": "", "text": ""}),
-    "memory": _Kind(MemoryMark, {"milestone": "?"}),
-    "probe": _Kind(Probe),
-    "step": _Kind(Step, at=_IN_A_STEP),
-    "eval": _Kind(Evaluation),
-    "warning": _Kind(Warned),
-    "overflow": _Kind(Warned),
-    "saved": _Kind(Saved, {"folder": "?"}, {"written_bytes": "bytes"}),
-    "checkpoint": _Kind(Checkpointed, {"folder": "?"}, {"written_bytes": "bytes"}),
-    "checkpoint_failed": _Kind(CheckpointFailed, _NO_REASON),
-    "resumed": _Kind(Resumed, {"folder": "?"}),
-    "passed_over": _Kind(PassedOver, {"folder": "?", **_NO_REASON}),
-    "stopping": _Kind(Stopping, {"text": Message("runs.asked-to-stop")}),
-    "attempt": _Kind(AttemptBegan, {"plan": "?"}),
-    "attempt_failed": _Kind(AttemptFailed, {"kind": "unknown", "action": "?", "because": "", **_NO_REASON}),
-    "error": _Kind(Failed, {"kind": "crash", **_NO_REASON}),
-    "pictures": _Kind(Pictures),
-    "end": _Kind(Ended, {"reason": "done"}),
-}
 
 
 def event_of(line: str | bytes) -> Event | None:
@@ -292,11 +276,16 @@ def _tree(line: bytes) -> Any:
 def _event(values: Any) -> Event | None:
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         return None
-    name = values["event"]
-    if name not in _KINDS:
+    kind = Event.kinds.get(values["event"])
+    if kind is None:
         return _other(values)
+    return read_fields(values, kind) or _other(values)
+
+
+def read_fields(values: Mapping[str, Any], kind: type[E]) -> E | None:
+    """An event of this kind; None: a field is missing that has to be there."""
     found: dict[str, Any] = {}
-    for block, rows in _blocks(name):
+    for block, rows in _blocks(kind):  # type: ignore[arg-type]  # a class can be hashed
         inside = values if block is None else values.get(block)
         if not isinstance(inside, dict):
             inside = {}
@@ -309,11 +298,11 @@ def _event(values: Any) -> Event | None:
                 if value is None:
                     value = without
             if value is _MISSING:
-                return _other(values)
+                return None
             found[field_name] = value
     # A run has many thousand steps: all fields at once takes a fraction of the time that the constructor takes, which
     # sets the fields of a frozen class one by one.
-    event: Event = object.__new__(_KINDS[name].event)
+    event = object.__new__(kind)
     object.__setattr__(event, "__dict__", found)
     return event
 
@@ -333,19 +322,18 @@ _Row = tuple[str, str, Any, Callable[[object], Any], object]
 
 
 @cache
-def _blocks(name: str) -> Sequence[tuple[str | None, Sequence[_Row]]]:
+def _blocks(kind: type[Event]) -> Sequence[tuple[str | None, Sequence[_Row]]]:
     """Of an event, block by block: each field with its key, the type that is taken as it is where it is a plain number,
     its reader, and what stands for it where it is missing."""
-    kind = _KINDS[name]
-    hints, rows = get_type_hints(kind.event), dict[str | None, list[_Row]]()
-    for each in fields(kind.event):
-        block, _, key = kind.at.get(each.name, each.name).rpartition(".")
+    hints, rows = get_type_hints(kind), dict[str | None, list[_Row]]()
+    for each in fields(kind):
+        block, _, key = kind._at.get(each.name, each.name).rpartition(".")
         hint = hints[each.name]
         convert = _any_number if each.name in ("loss", "perplexity") else _CONVERTERS[hint]
         nothing = convert(None)
         if nothing is None and NoneType not in get_args(hint):
-            nothing = kind.without.get(each.name, _MISSING)
-        plain = next((kind for kind in (int, float, bool) if kind in (hint, *get_args(hint))), None)
+            nothing = kind._without.get(each.name, _MISSING)
+        plain = next((plain for plain in (int, float, bool) if plain in (hint, *get_args(hint))), None)
         rows.setdefault(block or None, []).append((each.name, key, plain, convert, nothing))
     return tuple(rows.items())
 
@@ -403,7 +391,9 @@ def _count(value: object) -> int | None:
 _CONVERTERS: Mapping[Any, Callable[[object], Any]] = {
     int: _count,
     int | None: _count,
+    float: _number,
     float | None: _number,
+    PhaseName | None: lambda value: value if value in get_args(PhaseName) else None,
     str: _text,
     str | None: _text,
     Said: read_said,
@@ -446,9 +436,8 @@ class Follower:
                     *lines, self._torn = (self._torn + chunk).split(b"\n")
                     if len(self._torn) > _LONGEST:
                         self._torn = b""
-                    found += [
-                        event for event in events_of([line for line in lines if line.strip()]) if event is not None
-                    ]
+                    events = events_of([line for line in lines if line.strip()])
+                    found += [event for event in events if event is not None]
                 return found
         except OSError:  # not there yet, or not any more
             return []
@@ -516,10 +505,8 @@ class Tally:
     @property
     def safe_step(self) -> int | None:
         """The step from which another start would go on; None: it would begin anew, or nobody knows."""
-        for event in (self.checkpoint, self.resumed):
-            if event is not None and event.step is not None:
-                return event.step
-        return None
+        steps = (event.step for event in (self.checkpoint, self.resumed) if event is not None)
+        return next((step for step in steps if step is not None), None)
 
     @property
     def step_s(self) -> float | None:

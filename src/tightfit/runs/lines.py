@@ -8,29 +8,8 @@ from collections.abc import Callable
 
 from tightfit.messages import Listing, Message, Said, text
 from tightfit.priced import GIB
-from tightfit.runs.events import (
-    AttemptBegan,
-    AttemptFailed,
-    Checkpointed,
-    CheckpointFailed,
-    Ended,
-    Evaluation,
-    Event,
-    Failed,
-    MemoryMark,
-    Other,
-    PassedOver,
-    Pictures,
-    Probe,
-    Progress,
-    Proof,
-    Resumed,
-    Saved,
-    Started,
-    Step,
-    Stopping,
-    Warned,
-)
+from tightfit.runs import events
+from tightfit.runs.events import Event, Progress, Step
 
 MIB = 2**20
 EVERY_S = 10.0  # what goes on is said so often where every line stays
@@ -103,80 +82,76 @@ def moving_line(event: Progress | Step, predicted_bytes: int) -> tuple[str, str]
 
 def line_of(event: Event) -> tuple[Said, str]:
     """What is said once, and how it looks."""
-    if isinstance(event, Proof):
-        said = event.text or event.name
-        if event.ok:
-            return Message("runs.proved", said=said), ""
-        return Message("runs.not-proved", said=said), "bold red"
-    if isinstance(event, MemoryMark):
-        # On a GPU beside the plan; on the CPU what the whole process holds, of which a plan of tensors says nothing.
-        name = MILESTONES.get(event.milestone, event.milestone)
-        if event.measured_bytes is None:
-            held = event.host_bytes
-            return "" if held is None else Message("runs.held-ram", name=name, size=size_words(held)), ""
-        measured = size_words(event.measured_bytes)
-        if event.predicted_bytes is None:
-            return Message("runs.held-memory", name=name, size=measured), ""
-        return Message("runs.held-planned", name=name, size=measured, planned=size_words(event.predicted_bytes)), ""
-    if isinstance(event, Probe):
-        took = "" if event.seconds is None else Message("runs.in-time", time=duration(event.seconds))
-        peak = "" if event.peak_bytes is None else Message("runs.with-peak", size=size_words(event.peak_bytes))
-        return Message("runs.probed", took=took, peak=peak), ""
-    if isinstance(event, Evaluation):
-        perplexity = "" if event.perplexity is None else Message("runs.perplexity", value=event.perplexity)
-        at = _at_step(event.step)
-        return Message("runs.evaluated", at=at, loss=loss_words(event.loss), perplexity=perplexity), "bold"
-    if isinstance(event, Warned):
-        return Message("runs.warned", said=event.text), "yellow"
-    if isinstance(event, Saved):
-        size = "" if event.written_bytes is None else Message("runs.of-size", size=size_words(event.written_bytes))
-        return Message("runs.saved", folder=event.folder, size=size), ""
-    if isinstance(event, Pictures):
-        return Message("runs.drew", files=", ".join(event.files)) if event.files else "", ""
-    if isinstance(event, Checkpointed | CheckpointFailed | Resumed | PassedOver | Stopping):
-        if isinstance(event, Stopping):
+    match event:
+        case events.Proof():
+            id_, style = ("runs.proved", "") if event.ok else ("runs.not-proved", "bold red")
+            return Message(id_, said=event.text or event.name), style
+        case events.MemoryMark():
+            # On a GPU beside the plan; on the CPU what the whole process holds, of which a plan of tensors says nothing
+            name = MILESTONES.get(event.milestone, event.milestone)
+            if event.measured_bytes is None:
+                held = event.host_bytes
+                return "" if held is None else Message("runs.held-ram", name=name, size=size_words(held)), ""
+            measured = size_words(event.measured_bytes)
+            if event.predicted_bytes is None:
+                return Message("runs.held-memory", name=name, size=measured), ""
+            return Message("runs.held-planned", name=name, size=measured, planned=size_words(event.predicted_bytes)), ""
+        case events.Probe():
+            peak = "" if event.peak_bytes is None else Message("runs.with-peak", size=size_words(event.peak_bytes))
+            return Message("runs.probed", took=_in_time(event.seconds), peak=peak), ""
+        case events.Evaluation(step=step, perplexity=value):
+            perplexity = "" if value is None else Message("runs.perplexity", value=value)
+            loss = loss_words(event.loss)
+            return Message("runs.evaluated", at=_at_step(step), loss=loss, perplexity=perplexity), "bold"
+        case events.Warned():
+            return Message("runs.warned", said=event.text), "yellow"
+        case events.Stopping():
             return Message("runs.warned", said=event.text), "bold yellow"
-        if isinstance(event, PassedOver):
+        case events.Saved(written_bytes=written):
+            size = "" if written is None else Message("runs.of-size", size=size_words(written))
+            return Message("runs.saved", folder=event.folder, size=size), ""
+        case events.Pictures():
+            return Message("runs.drew", files=", ".join(event.files)) if event.files else "", ""
+        case events.PassedOver():
             return Message("runs.passed-over", folder=event.folder, why=event.text), "yellow"
-        if isinstance(event, CheckpointFailed):
+        case events.CheckpointFailed():
             return Message("runs.no-checkpoint", at=_at_step(event.step), why=event.text), "bold red"
-        if isinstance(event, Resumed):
-            step = "" if event.step is None else Message("runs.from-step", step=event.step)
-            by = "" if event.from_engine is None else Message("runs.written-by", engine=event.from_engine)
-            if event.from_engine is not None and event.from_world is not None:
-                by = Message("runs.written-by-ranks", engine=event.from_engine, ranks=event.from_world)
-            changed: Said = Message("runs.changed-since", changes=Listing(event.changed, ";")) if event.changed else ""
-            return Message("runs.resumed", step=step, folder=event.folder, by=by, changed=changed), "bold"
-        waited: Said = ""
-        if event.background and event.blocked_s is not None:
-            waited = Message("runs.training-waited", time=duration(event.blocked_s))
-        return Message(
-            "runs.checkpoint",
-            at=_at_step(event.step),
-            size="" if event.written_bytes is None else Message("runs.and-size", size=size_words(event.written_bytes)),
-            took="" if event.seconds is None else Message("runs.in-time", time=duration(event.seconds)),
-            waited=waited,
-        ), ""
-    if isinstance(event, AttemptBegan | AttemptFailed):
-        if isinstance(event, AttemptBegan):
-            plan: Said = event.plan
+        case events.Resumed(from_engine=engine):
+            from_step = "" if event.step is None else Message("runs.from-step", step=event.step)
+            by = "" if engine is None else Message("runs.written-by", engine=engine)
+            if engine is not None and event.from_world is not None:
+                by = Message("runs.written-by-ranks", engine=engine, ranks=event.from_world)
+            changed = Message("runs.changed-since", changes=Listing(event.changed, ";")) if event.changed else ""
+            return Message("runs.resumed", step=from_step, folder=event.folder, by=by, changed=changed), "bold"
+        case events.Checkpointed(written_bytes=written, blocked_s=blocked_s):
+            size = "" if written is None else Message("runs.and-size", size=size_words(written))
+            waited: Said = ""
+            if event.background and blocked_s is not None:
+                waited = Message("runs.training-waited", time=duration(blocked_s))
+            at, took = _at_step(event.step), _in_time(event.seconds)
+            return Message("runs.checkpoint", at=at, size=size, took=took, waited=waited), ""
+        case events.AttemptBegan(plan=plan):
             if event.changed:
                 plan = Message("runs.plan-changed", plan=plan, changes=Listing(event.changed))
             return Message("runs.attempt-begins", number=event.number, plan=plan), "bold"
-        return Message(
-            "runs.attempt-failed",
-            number=event.number,
-            at=after_step(event.step),
-            kept="" if event.kept_step is None else Message("runs.checkpoint-kept", step=event.kept_step),
-            cause=event.text,
-            action=action_words(event.action),
-            wait=Message("runs.after-wait", time=duration(event.wait_s)) if event.wait_s else "",
-            because=event.because,
-        ), "bold yellow"
-    if isinstance(event, Other):
-        return Message("runs.other-event", name=event.name, said=event.text), ""
-    assert isinstance(event, Started | Ended | Failed | Progress | Step)
-    return "", ""
+        case events.AttemptFailed():
+            return Message(
+                "runs.attempt-failed",
+                number=event.number,
+                at=after_step(event.step),
+                kept="" if event.kept_step is None else Message("runs.checkpoint-kept", step=event.kept_step),
+                cause=event.text,
+                action=action_words(event.action),
+                wait=Message("runs.after-wait", time=duration(event.wait_s)) if event.wait_s else "",
+                because=event.because,
+            ), "bold yellow"
+        case events.Other():
+            return Message("runs.other-event", name=event.name, said=event.text), ""
+    return "", ""  # what is shown as it moves, or when all has ended
+
+
+def _in_time(seconds: float | None) -> Said:
+    return "" if seconds is None else Message("runs.in-time", time=duration(seconds))
 
 
 def _at_step(step: int | None) -> Said:

@@ -23,60 +23,40 @@ It is read the same way whether it was rendered a moment ago or lies in a folder
 from __future__ import annotations
 
 import errno
-import math
 import os
 import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, get_args
+from typing import IO, ClassVar, Literal
 
 from tightfit.formats.plan_folder import PLAN_FILES
 from tightfit.formats.worker.read import AGAIN, WORKER_FILE, parse_worker
 from tightfit.inputs.records import as_record, find_json, find_record, json_text, record_text
 from tightfit.inputs.spelling import read_text
-from tightfit.messages import Message, Said, as_json
+from tightfit.messages import Message, Said
 from tightfit.owned import NotOurs, open_own, replace_file
-from tightfit.runs.events import AttemptBegan, AttemptFailed, attempt_line, clean, read_said
+from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, attempt_line, read_fields
 from tightfit.runs.heartbeat import DISK_FULL
 from tightfit.runs.processes import began_at, is_alive, this_host
 from tightfit.types import ConfigError, PhaseName, Vendor
 
-RECORD, EVENTS = "run.json", "events.jsonl"
+RECORD, EVENTS, ERRORS = "run.json", "events.jsonl", "errors"
 OLD_KEYS = frozenset({"command", "pid", "host", "started", "ended", "state", "exit_code"})
 """Of a record that was written before records had a schema."""
 BEGAN_S = 5.0  # what the clock of a record and that of a process may differ by
 _BLOCK_BYTES = 4096  # what a small file takes of a disk: up to here it grows without more
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
     """The places in a run's folder."""
 
-    path: Path
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan"
-
-    @property
-    def events(self) -> Path:
-        return self.path / EVENTS
-
-    @property
-    def errors(self) -> Path:
-        return self.path / "errors"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def record(self) -> Path:
-        return self.path / RECORD
+    def __init__(self, path: Path) -> None:
+        self.path, self.plan, self.model, self.errors = path, path / "plan", path / "model", path / ERRORS
+        self.events, self.record = path / EVENTS, path / RECORD
 
     def log(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
@@ -294,17 +274,16 @@ def end_last_line(file: IO[bytes]) -> int:
 # --- last words ----------------------------------------------------------------------------------
 
 
-ERRORS = "errors"
 BUG, USER = "bug", "user"
 USERS = (USER, DISK_FULL)  # kinds that the user has to mend; the sentence says how
 MEMORY = ("device-oom", "host-oom", "pinned-memory")  # kinds of a want of memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastWords:
+@dataclass(frozen=True, kw_only=True)
+class LastWords(Event, without={"kind": "crash", "text": "no reason was given"}, at={"at": "time"}):
     rank: int
+    # a `Kind` of a verdict, where the exception alone tells it; `user`; `bug`; or the name of an error of ours
     kind: str
-    """A `Kind` of a verdict, where the exception alone tells it; `user`; `bug`; or the name of an error of ours."""
     text: Said  # one sentence, for people
     at: float  # seconds since the epoch
     phase: PhaseName | None = None  # None: it was in none, or the worker cannot tell
@@ -315,22 +294,11 @@ class LastWords:
 
 
 def write_last_words(run: Path, words: LastWords) -> None:
-    record = {
-        "kind": words.kind,
-        "text": as_json(words.text),
-        "rank": words.rank,
-        "time": words.at,
-        "phase": words.phase,
-        "step": words.step,
-        "asked": words.asked,
-        "allocated": words.allocated,
-        "free": words.free,
-    }
-    try:
+    record = asdict(words)
+    record["time"] = record.pop("at")
+    with suppress(OSError):  # the disk may be what has failed; the exit code and the log remain
         (run / ERRORS).mkdir(parents=True, exist_ok=True)
         replace_file(run / ERRORS / f"rank-{words.rank}.json", json_text(record).encode())
-    except OSError:
-        return  # the disk may be what has failed; the exit code and the log remain
 
 
 def read_last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
@@ -338,22 +306,10 @@ def read_last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
     found = []
     for path in sorted(errors.glob("rank-*.json")):
         tree, rank = find_json(path), path.stem.removeprefix("rank-")
-        if not isinstance(tree, dict) or not rank.isdecimal():  # torn, or none of ours
-            continue
-        kind, text, at, phase = tree.get("kind"), tree.get("text"), tree.get("time"), tree.get("phase")
-        if not isinstance(text, str | dict) or isinstance(at, bool) or not isinstance(at, int | float):
-            continue
-        counts = {name: tree.get(name) for name in ("step", "asked", "allocated", "free")}
-        words = LastWords(
-            rank=int(rank),
-            kind=clean(kind) if isinstance(kind, str) and kind else "crash",
-            text=read_said(text) or "no reason was given",
-            at=float(at),
-            phase=phase if phase in get_args(PhaseName) else None,
-            **{name: value for name, value in counts.items() if type(value) is int and value >= 0},
-        )
-        found.append(words)
-    return tuple(words for words in found if words.at >= since)
+        if isinstance(tree, dict) and isinstance(tree.get("text"), str | dict) and rank.isdecimal():  # or it is torn
+            whole = {key: value for key, value in tree.items() if key == "time" or not isinstance(value, float)}
+            found.append(read_fields({**whole, "rank": int(rank)}, LastWords))
+    return tuple(words for words in found if words is not None and words.at >= since)
 
 
 # --- the plan ------------------------------------------------------------------------------------
@@ -412,28 +368,25 @@ def worker_file(text: str, where: str) -> WorkerFile:
     """The text of a worker.json; `where`: what to call it in a sentence."""
     tree = parse_worker(text, where)
     try:
-        world, levers, predicted = tree["world"], tree["levers"], tree["predicted"]
-        vendor = world["vendor"]
-        if vendor not in get_args(Vendor):
+        world, levers, predicted, card = tree["world"], tree["levers"], tree["predicted"], None
+        if type(world.get("gpu_memory_bytes")) is int:
+            card = world["gpu_memory_bytes"]
+        said = {
+            "model": tree["model"]["name"],
+            **{name: levers[name] for name in ("method", "engine", "optimizer", "offload_optimizer")},
+            **{name: world[name] for name in ("nodes", "gpus_per_node", "vendor")},
+            "folder": tree["saving"]["folder"],
+            **{name: predicted["gpu"][name] for name in ("required_bytes", "peak_bytes")},
+            "host_bytes_per_node": predicted["host"]["peak_bytes_per_node"],
+            **{name: predicted[name] for name in ("step_s", "tokens_per_s")},
+            "logging_steps": tree.get("logging_steps"),
+        }
+        found = replace(as_record(said, WorkerFile), gpu_memory_bytes=card)
+        at_least_one = (found.nodes, found.gpus_per_node, 1 if found.logging_steps is None else found.logging_steps)
+        sizes = (found.required_bytes, found.peak_bytes, found.host_bytes_per_node, found.step_s, found.tokens_per_s)
+        if min(at_least_one) < 1 or min(sizes) < 0:
             raise ValueError
-        return WorkerFile(
-            model=_text(tree["model"]["name"]),
-            method=_text(levers["method"]),
-            engine=_text(levers["engine"]),
-            optimizer=_text(levers["optimizer"]),
-            offload_optimizer=_text(levers["offload_optimizer"]),
-            nodes=_least_one(world["nodes"]),
-            gpus_per_node=_least_one(world["gpus_per_node"]),
-            vendor=vendor,
-            folder=_text(tree["saving"]["folder"]),
-            required_bytes=int(_number(predicted["gpu"]["required_bytes"])),
-            peak_bytes=int(_number(predicted["gpu"]["peak_bytes"])),
-            host_bytes_per_node=int(_number(predicted["host"]["peak_bytes_per_node"])),
-            step_s=_number(predicted["step_s"]),
-            tokens_per_s=_number(predicted["tokens_per_s"]),
-            gpu_memory_bytes=card if type(card := world.get("gpu_memory_bytes")) is int else None,
-            logging_steps=None if tree.get("logging_steps") is None else _least_one(tree["logging_steps"]),
-        )
+        return found
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise ConfigError(f"{where} is not whole: {AGAIN}") from None
 
@@ -451,21 +404,3 @@ def find_worker_file(plan: Path) -> WorkerFile | None:
         return worker_file(read_text(plan / WORKER_FILE, "JSON"), str(plan / WORKER_FILE))
     except ConfigError:
         return None
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError
-    return value
-
-
-def _least_one(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError
-    return value
