@@ -23,7 +23,7 @@ from tightfit.runs import build_lock
 from tightfit.runs.build_lock import build_folder, clear, describe, find_left_locks, remove
 from tightfit.runs.cause import find_cause
 from tightfit.runs.hang import Hung, Stand, read_stand
-from tightfit.runs.heartbeat import DUMP, Beat, Quiet
+from tightfit.runs.heartbeat import DUMP, Beat
 
 BATON = """
 import faulthandler, signal, sys, time
@@ -197,7 +197,7 @@ def test_a_rank_that_waits_for_it_is_told_so(lock: Path, environment: dict[str, 
 def _judged(stand: Stand, environment: dict[str, str]):  # type: ignore[no-untyped-def]
     known = recorded("kill")
     beats = tuple(Beat(rank=rank, count=2, stage="init", step=0) for rank in (0, 1))
-    hung = Hung(quiet=Quiet(rank=0, silent_s=1812.0, beats=beats), stands=(stand,))
+    hung = Hung(silent_s=1812.0, beats=beats, stands=(stand,))
     starts = [dataclasses.replace(start, environment=environment) for start in known.starts]
     return find_cause(dataclasses.replace(known, starts=starts, outcome=dataclasses.replace(known.outcome, hung=hung)))
 

@@ -13,7 +13,7 @@ from tightfit.diagnose.verdict import RETRYABLE
 from tightfit.runs.cause import _place, config_of_plan, find_cause, is_suspicion, to_record
 from tightfit.runs.events import MemoryMark, Tally
 from tightfit.runs.hang import Frame, Hung, Stand
-from tightfit.runs.heartbeat import DISK_FULL, Beat, Quiet
+from tightfit.runs.heartbeat import DISK_FULL, Beat
 from tightfit.runs.records import LastWords
 from tightfit.runs.run import Failure
 
@@ -138,7 +138,8 @@ def test_a_hang_names_the_rank_that_stands_elsewhere() -> None:
     waiting = Frame(file="/venv/site-packages/torch/distributed/distributed_c10d.py", line=4394, name="all_gather")
     stuck = Frame(file="/home/anna/data.py", line=7, name="read")
     hung = Hung(
-        quiet=Quiet(rank=0, silent_s=312.0, beats=beats),
+        silent_s=312.0,
+        beats=beats,
         stands=(Stand(rank=0, main=(waiting,)), Stand(rank=1, main=(stuck,))),
     )
     verdict = find_cause(dataclasses.replace(known, outcome=dataclasses.replace(known.outcome, hung=hung)))

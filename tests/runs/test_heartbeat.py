@@ -8,22 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.runs.hang import Frame, Hung, Stand
-from tightfit.runs.heartbeat import (
-    DISK_FULL,
-    HEARTBEATS,
-    LEAST_S,
-    LONG_S,
-    START_S,
-    Beat,
-    Heartbeat,
-    Quiet,
-    Watch,
-    beat_path,
-    clear_beats,
-    quiet,
-    read_beat,
-)
+from tightfit.runs.hang import LEAST_S, LONG_S, START_S, Frame, Hung, Stand, Watch
+from tightfit.runs.heartbeat import DISK_FULL, HEARTBEATS, Beat, Heartbeat, beat_path, clear_beats, read_beat
 
 
 class Clock:
@@ -155,9 +141,7 @@ def test_how_long_is_too_long(
     ],
 )
 def test_the_rank_that_is_behind_is_waited_for(beats: list[Beat], rank: int) -> None:
-    found = quiet(beats, 300.0)
-    assert found.rank == rank
-    assert Hung(quiet=found, stands=()).rank == rank
+    assert Hung(silent_s=300.0, beats=tuple(beats)).rank == rank
 
 
 def stand(rank: int, *files: str, writer: tuple[str, ...] = ()) -> Stand:
@@ -173,7 +157,7 @@ C10D = "/venv/torch/distributed/distributed_c10d.py"
 def test_of_ranks_in_one_stage_the_one_outside_of_a_collective_is_waited_for() -> None:
     beats = tuple(beat(rank) for rank in range(3))
     stands = (stand(0, C10D, "m.py"), stand(1, C10D, "m.py"), stand(2, "data.py", "m.py"))
-    hung = Hung(quiet=Quiet(rank=0, silent_s=300.0, beats=beats), stands=stands)
+    hung = Hung(silent_s=300.0, beats=beats, stands=stands)
     assert hung.rank == 2
     assert str(hung.sentence) == "rank 2 gave no sign of life for 300 s in the forward pass of step 4 (data.py:1 in f)"
 
@@ -182,7 +166,7 @@ def test_a_rank_that_does_not_even_answer_is_waited_for() -> None:
     """As one that was stopped, or that the kernel holds."""
     beats = tuple(beat(rank, "backward") for rank in range(3))
     stands = (stand(0, C10D), stand(2, C10D))
-    hung = Hung(quiet=Quiet(rank=0, silent_s=20.0, beats=beats), stands=stands)
+    hung = Hung(silent_s=20.0, beats=beats, stands=stands)
     assert hung.rank == 1
     assert str(hung.sentence).endswith("of step 4, and did not answer when it was asked for its stacks")
 
@@ -194,7 +178,7 @@ def test_a_thread_that_writes_a_checkpoint_counts_where_all_wait_for_it() -> Non
         stand(0, *waits, writer=(C10D, "tightfit/train/saved_model.py")),
         stand(1, *waits, writer=("tightfit/runs/disk.py", "tightfit/train/saved_model.py")),
     )
-    hung = Hung(quiet=Quiet(rank=0, silent_s=9.0, beats=beats), stands=stands)
+    hung = Hung(silent_s=9.0, beats=beats, stands=stands)
     assert hung.rank == 1
     assert hung.place is not None
     assert hung.place.file == "tightfit/runs/disk.py"

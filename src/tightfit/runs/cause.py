@@ -172,7 +172,7 @@ def find_cause(known: FailedAttempt) -> Verdict:
     if outcome.hung is not None:
         lines = [
             Line(source="heartbeats", number=None, text=f"rank {beat.rank}: {beat.where}")
-            for beat in outcome.hung.quiet.beats
+            for beat in outcome.hung.beats
         ]
         lines += [
             Line(source=f"stack of rank {stand.rank}", number=None, text=stand.place.words)

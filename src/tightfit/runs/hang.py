@@ -1,24 +1,34 @@
-"""Where ranks stand that give no sign of life: the stack dumps that they are asked for, read from their logs.
+"""Ranks that give no sign of life: for how long they may, and where all of them stand before they are ended.
+
+How long a rank may be silent depends on what it does. Preparing may mean a download of hours, for which the others wait
+as well: there is no limit. Building the model, saving and evaluating have generous ones, since nobody can tell how long
+they take here. A step has shown how long it takes: it may take twenty times that.
 
 A rank that is asked by `DUMP` writes the stacks of all its threads to its log, whatever it is doing: the handler is C
 code and needs nothing of the interpreter. The ranks that wait stand in a collective; the one that they wait for stands
 elsewhere.
-
-A group of ranks that does not move any more: every one says where it stands, before they are ended.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tightfit.messages import Message
-from tightfit.runs.heartbeat import Beat, Quiet
+from tightfit.runs.heartbeat import Beat, Stage, read_beat
 from tightfit.runs.launch import LOOK_S, Ranks
 
+LEAST_S = 300.0
+STEPS = 20  # a step may take so many times as long as the steps before it
+START_S = 1800.0  # to build the model, and for a first step, which may compile
+LONG_S = 6 * 3600.0  # to save and to evaluate: what a slow disk is given elsewhere too
+_LOOK_S = 0.5
+DUMP_S = 3.0  # for all ranks to write down their stacks; one that the kernel holds never does
+_SETTLE_S = 0.3
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _MAIN = re.compile(r"tightfit/train/__main__\.py$")
@@ -29,8 +39,7 @@ _INNER = re.compile(r"/(?:threading|concurrent/futures/\w+|selectors)\.py$|^<fro
 _MOST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(NamedTuple):
     file: str
     line: int
     name: str
@@ -90,41 +99,30 @@ def read_stand(rank: int, log: Path, start: int) -> Stand | None:
     return Stand(rank=rank, main=main, writer=writers[0] if writers else ())
 
 
-def odd_one(stands: Sequence[Stand]) -> int | None:
-    """The rank that stands elsewhere while all others wait; None: the stacks do not tell."""
-    busy = [stand.rank for stand in stands if not stand.waits]
-    return busy[0] if len(busy) == 1 and len(stands) > 1 else None
-
-
-# --- a group of ranks that does not move any more ------------------------------------------------
-
-
-DUMP_S = 3.0  # for all ranks to write down their stacks; one that the kernel holds never does
-_SETTLE_S = 0.3
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hung:
     """Who hangs, and where everybody stands."""
 
-    quiet: Quiet
-    stands: tuple[Stand, ...]  # of the ranks that said it
+    silent_s: float
+    beats: tuple[Beat, ...]  # of all ranks, the first one first
+    stands: tuple[Stand, ...] = ()  # of the ranks that said it
 
     @property
     def rank(self) -> int:
-        """The one that the others wait for: alone behind, alone not waiting, or alone without an answer."""
-        behind = [beat.rank for beat in self.quiet.beats if beat.progress == self.beat_of(self.quiet.rank).progress]
-        if len(behind) == 1 and len(self.quiet.beats) > 1:
+        """The one that the others wait for: alone behind, alone without an answer, or alone not waiting."""
+        least = min(beat.progress for beat in self.beats)
+        behind = [beat.rank for beat in self.beats if beat.progress == least]
+        if len(behind) == 1 and len(self.beats) > 1:
             return behind[0]
-        mute = [beat.rank for beat in self.quiet.beats if beat.rank not in {stand.rank for stand in self.stands}]
+        mute = [beat.rank for beat in self.beats if beat.rank not in {stand.rank for stand in self.stands}]
         if len(mute) == 1 and self.stands and all(stand.waits for stand in self.stands):
             return mute[0]  # stopped, or held by the kernel
-        found = odd_one(self.stands)
-        return self.quiet.rank if found is None else found
+        busy = [stand.rank for stand in self.stands if not stand.waits]
+        return busy[0] if len(busy) == 1 and len(self.stands) > 1 else behind[0]
 
     @property
     def beat(self) -> Beat:
-        return self.beat_of(self.rank)
+        return next(beat for beat in self.beats if beat.rank == self.rank)
 
     @property
     def place(self) -> Frame | None:
@@ -133,18 +131,66 @@ class Hung:
 
     @property
     def sentence(self) -> Message:
-        said = {"rank": self.rank, "silent_s": self.quiet.silent_s, "where": self.beat.where}
+        said = {"rank": self.rank, "silent_s": self.silent_s, "where": self.beat.where}
         if self.place is not None:
             return Message("runs.hangs-at", place=self.place.words, **said)
         return Message("runs.hangs-mute" if self.stands else "runs.hangs", **said)
 
-    def beat_of(self, rank: int) -> Beat:
-        return next(beat for beat in self.quiet.beats if beat.rank == rank)
+
+class Watch:
+    """Sees the beats of the ranks of one attempt."""
+
+    def __init__(
+        self,
+        run: Path,
+        ranks: Sequence[int],
+        timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout_s`: what the user allows a step, an evaluation and a save; None: judged by what they are."""
+        self._run, self._ranks, self._timeout, self._clock = run, ranks, timeout_s, clock
+        self._seen: dict[int, tuple[Beat, float]] = {}
+        self._looked = -_LOOK_S
+
+    def look(self, step_s: float | None) -> Hung | None:
+        """Whether a rank is silent for too long; `step_s`: what a step takes, where one was made."""
+        now = self._clock()
+        if now - self._looked < _LOOK_S:
+            return None
+        self._looked = now
+        for rank in self._ranks:
+            beat, known = read_beat(self._run, rank), self._seen.get(rank)
+            if beat is not None and (known is None or known[0] != beat):
+                self._seen[rank] = beat, now
+        silent = [
+            now - at
+            for beat, at in self._seen.values()
+            if (limit := self.limit(beat.stage, step_s)) is not None and now - at > limit
+        ]
+        beats = sorted((beat for beat, _ in self._seen.values()), key=lambda beat: beat.rank)
+        return Hung(silent_s=max(silent), beats=tuple(beats)) if silent else None
+
+    def beats(self) -> tuple[Beat, ...]:
+        """Where the ranks stand now, or stood when they ended."""
+        found = (read_beat(self._run, rank) for rank in self._ranks)
+        return tuple(beat for beat in found if beat is not None)
+
+    def limit(self, stage: Stage, step_s: float | None) -> float | None:
+        """Seconds without a sign of life after which a rank hangs; None: none is too long."""
+        if stage == "prepare":
+            return None
+        if stage in ("init", "end"):
+            return max(START_S, self._timeout or 0.0)
+        if self._timeout is not None:
+            return self._timeout
+        if stage in ("save", "eval"):
+            return LONG_S
+        return START_S if step_s is None else max(LEAST_S, STEPS * step_s)
 
 
-def ask_for_stacks(ranks: Ranks, quiet: Quiet) -> Hung:
-    """Ask every rank that can hear it for its stacks, and read them."""
-    listening = {beat.rank for beat in quiet.beats}
+def ask_for_stacks(ranks: Ranks, hung: Hung) -> Hung:
+    """The same with the stacks of every rank that could hear the question."""
+    listening = {beat.rank for beat in hung.beats}
     logs = {start.rank: start.log for start in ranks.starts if start.rank in listening}
     sizes = {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
     ranks.dump(listening)
@@ -156,4 +202,4 @@ def ask_for_stacks(ranks: Ranks, quiet: Quiet) -> Hung:
                 stands[rank] = found
     time.sleep(_SETTLE_S)  # a dump is written line by line, the thread that trains last
     whole = [read_stand(rank, logs[rank], sizes[rank]) or stand for rank, stand in sorted(stands.items())]
-    return Hung(quiet=quiet, stands=tuple(whole))
+    return replace(hung, stands=tuple(whole))

@@ -3,12 +3,8 @@
     heartbeats/rank-N    `17 forward 4 1`: how often it has been written, stage, step, micro batch
 
 The file has one length and is written in place, so that a beat costs one call and a full disk takes it too: that the
-disk is full can be said here and nowhere else, as a fifth word. The desk
-never compares clocks: it notes when it saw a file change, so ranks on other machines may have other ones.
-
-How long a rank may be silent depends on what it does. Preparing may mean a download of hours, for which the others wait
-as well: there is no limit. Building the model, saving and evaluating have generous ones, since nobody can tell how long
-they take here. A step has shown how long it takes: it may take twenty times that.
+disk is full can be said here and nowhere else, as a fifth word. The desk never compares clocks: it notes when it saw a
+file change, so ranks on other machines may have other ones.
 """
 
 from __future__ import annotations
@@ -16,8 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +33,8 @@ PHASES: Mapping[Stage, PhaseName] = {
 """The phase of the memory model in which a rank stands; the others are in none."""
 HEARTBEATS = "heartbeats"
 DISK_FULL = "disk-full"  # a last word
-LEAST_S = 300.0
-STEPS = 20  # a step may take so many times as long as the steps before it
-START_S = 1800.0  # to build the model, and for a first step, which may compile
-LONG_S = 6 * 3600.0  # to save and to evaluate: what a slow disk is given elsewhere too
 DUMP = signal.SIGUSR2  # asks a rank for its stacks: see `hang.py`
 _LENGTH = 64
-_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +114,8 @@ def read_beat(run: Path, rank: int) -> Beat | None:
         count, stage, step, micro, *said = words
         if stage not in STAGES:
             return None
-        return Beat(
-            rank=rank,
-            count=int(count),
-            stage=stage,
-            step=int(step),
-            micro=int(micro),
-            last_word=said[0] if said else None,
-        )
+        last = said[0] if said else None
+        return Beat(rank=rank, count=int(count), stage=stage, step=int(step), micro=int(micro), last_word=last)
     except (OSError, ValueError):  # not there, or half written
         return None
 
@@ -142,70 +126,3 @@ def clear_beats(run: Path, ranks: Iterable[int]) -> None:
         for rank in ranks:
             beat_path(run, rank).unlink(missing_ok=True)
         (run / HEARTBEATS).rmdir()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quiet:
-    """A rank that gave no sign of life for too long, and where all of them stand."""
-
-    rank: int
-    silent_s: float
-    beats: tuple[Beat, ...]
-
-
-class Watch:
-    """Sees the beats of the ranks of one attempt."""
-
-    def __init__(
-        self,
-        run: Path,
-        ranks: Sequence[int],
-        timeout_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`timeout_s`: what the user allows a step, an evaluation and a save; None: judged by what they are."""
-        self._run, self._ranks, self._timeout, self._clock = run, ranks, timeout_s, clock
-        self._seen: dict[int, tuple[Beat, float]] = {}
-        self._looked = -_LOOK_S
-
-    def look(self, step_s: float | None) -> Quiet | None:
-        """Whether a rank is silent for too long; `step_s`: what a step takes, where one was made."""
-        now = self._clock()
-        if now - self._looked < _LOOK_S:
-            return None
-        self._looked = now
-        for rank in self._ranks:
-            beat, known = read_beat(self._run, rank), self._seen.get(rank)
-            if beat is not None and (known is None or known[0] != beat):
-                self._seen[rank] = beat, now
-        late = [
-            (beat, now - at)
-            for beat, at in self._seen.values()
-            if (limit := self.limit(beat.stage, step_s)) is not None and now - at > limit
-        ]
-        if not late:
-            return None
-        return quiet([beat for beat, _ in self._seen.values()], max(silent for _, silent in late))
-
-    def beats(self) -> tuple[Beat, ...]:
-        """Where the ranks stand now, or stood when they ended."""
-        found = (read_beat(self._run, rank) for rank in self._ranks)
-        return tuple(beat for beat in found if beat is not None)
-
-    def limit(self, stage: Stage, step_s: float | None) -> float | None:
-        """Seconds without a sign of life after which a rank hangs; None: none is too long."""
-        if stage == "prepare":
-            return None
-        if stage in ("init", "end"):
-            return max(START_S, self._timeout or 0.0)
-        if self._timeout is not None:
-            return self._timeout
-        if stage in ("save", "eval"):
-            return LONG_S
-        return START_S if step_s is None else max(LEAST_S, STEPS * step_s)
-
-
-def quiet(beats: Sequence[Beat], silent_s: float) -> Quiet:
-    """The rank that is furthest behind is the one that the others wait for."""
-    behind = min(beats, key=lambda beat: (beat.progress, beat.rank))
-    return Quiet(rank=behind.rank, silent_s=silent_s, beats=tuple(sorted(beats, key=lambda beat: beat.rank)))

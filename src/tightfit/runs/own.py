@@ -30,7 +30,8 @@ from tightfit.runs.checkpoints import (
 )
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Tally, Warned
 from tightfit.runs.folder import AUTO
-from tightfit.runs.heartbeat import Watch, clear_beats
+from tightfit.runs.hang import Watch
+from tightfit.runs.heartbeat import clear_beats
 from tightfit.runs.launch import RankStart
 from tightfit.runs.records import AttemptRecord, RunFolder, append_event, keep_plan, put_aside
 from tightfit.runs.run import Company, Outcome, Signals, run

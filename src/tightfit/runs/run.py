@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 from tightfit.messages import Message, Said
 from tightfit.runs.events import Event, Follower, Stopping, Tally
-from tightfit.runs.hang import Hung, ask_for_stacks
-from tightfit.runs.heartbeat import DISK_FULL, Watch
+from tightfit.runs.hang import Hung, Watch, ask_for_stacks
+from tightfit.runs.heartbeat import DISK_FULL
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, Ranks, RankStart
 from tightfit.runs.records import USERS, LastWords, RunFolder, read_last_words
 
