@@ -39,6 +39,10 @@ class Player:
     precision: str = "bf16"
     said: list[str] = field(default_factory=list)
 
+    @property
+    def course(self) -> Player:
+        return self
+
     def attempt(self, number: int) -> Attempt:
         self.said.append(f"attempt {number}")
         following = self.script[number - 1]
@@ -46,13 +50,11 @@ class Player:
             raise following
         return following
 
-    def carry_out(
-        self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[str, ...]]:
+    def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
         self.said.append(f"{decision.action} after {verdict.kind} in {len(records)}")
         if self.refuses is not None:
             raise HardwareError(self.refuses)
-        return replace(decision, wait_s=0.0), ("a lever",)
+        return replace(decision, wait_s=0.0, changed=("a lever",))
 
     def after_failure(self, failed: AttemptFailed, changed: tuple[str, ...]) -> None:
         self.said.append(f"{failed.number} failed, {failed.action}: {failed.text}")
@@ -131,10 +133,8 @@ def test_whoever_is_asked_to_stop_starts_nothing_again(tmp_path: Path, when: str
 
 def test_a_trainer_may_stop_where_the_decision_would_go_on(tmp_path: Path) -> None:
     class Careful(Player):
-        def carry_out(
-            self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-        ) -> tuple[Decision, tuple[str, ...]]:
-            return stop("nothing is known to resume"), ()
+        def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
+            return stop("nothing is known to resume")
 
     ended = supervised(Careful([played()]), tmp_path)
     assert (ended.outcome.exit_code, ended.because) == (1, "nothing is known to resume")

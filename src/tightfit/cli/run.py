@@ -28,7 +28,7 @@ from tightfit.runs.external.process import Streams
 from tightfit.runs.external.record import FOLDER, ClaimedRun, begin_record, claim
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
-from tightfit.runs.supervise import MAX_ATTEMPTS, Orders, Policy, Supervisor
+from tightfit.runs.supervise import MAX_ATTEMPTS, Policy, Supervisor
 from tightfit.start.external import Known, Planner, RunSetting, UserSaid, file_of, prediction
 from tightfit.start.machine import wait_for_gpus
 from tightfit.types import ConfigError, UserError
@@ -150,14 +150,18 @@ def _run(options: RunOptions, place: ClaimedRun, external: ExternalTraining, pla
         _say(warning)
     out = sys.stderr if options.json else sys.stdout
     with Signals() as signals:
-        policy = Policy(max_attempts=options.max_attempts, allow=frozenset(options.read_allowed()))
+        policy = Policy(
+            max_attempts=options.max_attempts,
+            allow=frozenset(options.read_allowed()),
+            hang_timeout_s=hang_timeout_s(options.hang_timeout),
+        )
         trainer = ExternalTrainer(
             external=external,
             folder=folder,
             streams=Streams(out=out.buffer, err=sys.stderr.buffer),
             say=_say,
             advisor=planner,
-            orders=Orders(policy=policy, hang_timeout_s=hang_timeout_s(options.hang_timeout)),
+            policy=policy,
             signals=signals,
             retry_anyway=options.retry_anyway,
         )

@@ -34,7 +34,7 @@ from tightfit.runs.own import OwnTrainer, Resume
 from tightfit.runs.records import RunFolder, RunRecord, read_run
 from tightfit.runs.reservations import Reservation, check_port, free_port
 from tightfit.runs.run import Outcome, Signals, run
-from tightfit.runs.supervise import Orders, Policy, RunResult, Supervisor
+from tightfit.runs.supervise import Policy, RunResult, Supervisor
 from tightfit.start.course import Manner, TrainCourse, way_up
 from tightfit.start.machine import Busy, reservations, wait_while_busy
 from tightfit.start.train import (
@@ -399,7 +399,7 @@ def _supervise(
         outcome = run(starts, run_folder, show, cwd=folder.plan)
         clear_beats(run_folder.path, [start.rank for start in starts])
         return RunResult(outcome=outcome)
-    policy = Policy(max_attempts=options.max_attempts)
+    policy = Policy(max_attempts=options.max_attempts, hang_timeout_s=hang_timeout_s(options.hang_timeout))
     if ready.plan is not None:
         policy = replace(policy, allow=frozenset[str](ready.plan.job.limits.allow))
     with Signals() as signals:
@@ -407,7 +407,7 @@ def _supervise(
             course=course,
             folder=run_folder,
             show=show,
-            orders=Orders(policy=policy, hang_timeout_s=hang_timeout_s(options.hang_timeout)),
+            policy=policy,
             resume=resume,
             signals=signals,
             cwd=folder.plan,

@@ -35,7 +35,7 @@ from tightfit.runs.heartbeat import clear_beats
 from tightfit.runs.launch import RankStart
 from tightfit.runs.records import AttemptRecord, RunFolder, append_event, keep_plan, put_aside
 from tightfit.runs.run import Company, Outcome, Signals, run
-from tightfit.runs.supervise import Attempt, Decision, Orders, stop, without_smaller
+from tightfit.runs.supervise import Attempt, Computed, Decision, Policy, stop, without_smaller
 
 LEAST_ROOM_BYTES = 64 * 2**20
 """What a disk must have left before a run is started again on it, where no checkpoint tells how large they are."""
@@ -60,22 +60,8 @@ class Refused:
     puzzling: bool = False  # by far less was predicted than there is: something else may have held the memory
 
 
-class Course(Protocol):
+class Course(Computed, Protocol):
     """How the training is computed at present, and how else it could be."""
-
-    @property
-    def words(self) -> Said:
-        """The plan in a line."""
-        ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def effective_batch(self) -> int | None: ...
-
-    @property
-    def precision(self) -> str: ...
 
     def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
         """The ranks of the next attempt, with these options beside those that every attempt has."""
@@ -124,7 +110,7 @@ class OwnTrainer:
     course: Course
     folder: RunFolder
     show: Callable[[Event], None]  # gets every event as it comes
-    orders: Orders
+    policy: Policy
     resume: Resume
     signals: Signals
     cwd: Path | None = None
@@ -132,22 +118,6 @@ class OwnTrainer:
     older: Path | None = None  # a checkpoint behind the newest one, to go back to
     tally: Tally = field(default_factory=Tally)
     logs: Sequence[Path] = ()  # of the last attempt
-
-    @property
-    def words(self) -> Said:
-        return self.course.words
-
-    @property
-    def ranks(self) -> int:
-        return self.course.ranks
-
-    @property
-    def effective_batch(self) -> int | None:
-        return self.course.effective_batch
-
-    @property
-    def precision(self) -> str:
-        return self.course.precision
 
     @property
     def kept_step(self) -> int | None:
@@ -165,15 +135,26 @@ class OwnTrainer:
         skipped = ["--skip-steps", ",".join(map(str, sorted(self.skips)))] if self.skips else []
         starts = self.course.starts([*resume.options, *skipped])
         self.logs = [start.log for start in starts]
-        before, steps = self.tally, _Steps(self.show)
+        first: int | None = None
+        last: int | None = None
+
+        def note(event: Event) -> None:
+            nonlocal first, last
+            if isinstance(event, Resumed):
+                first = event.step
+            elif isinstance(event, Step):
+                first, last = first or 0, event.step
+            self.show(event)
+
+        before = self.tally
         self.tally = Tally(first_loss=before.first_loss, checkpoint=before.checkpoint, resumed=before.resumed)
         ranks = [start.rank for start in starts]
         clear_beats(self.folder.path, ranks)  # what a desk that was killed has left
-        watch = Watch(self.folder.path, ranks, self.orders.hang_timeout_s)
+        watch = Watch(self.folder.path, ranks, self.policy.hang_timeout_s)
         company = Company(signals=self.signals, watch=watch, tally=self.tally)
         kernel = KernelRecord()
         try:
-            outcome = run(starts, self.folder, steps.note, cwd=self.cwd, company=company)
+            outcome = run(starts, self.folder, note, cwd=self.cwd, company=company)
             said = kernel.said(outcome.pids) if outcome.state == "failed" else KernelSaid()
             beats = watch.beats()
         finally:
@@ -195,36 +176,32 @@ class OwnTrainer:
             outcome=outcome,
             exit_codes=tuple(codes[rank] for rank in sorted(codes)),
             verdict=find_cause(known) if outcome.state in ("failed", "user error") else None,
-            first_step=steps.first,
-            last_step=steps.last,
+            first_step=first,
+            last_step=last,
         )
 
     # --- what follows ---------------------------------------------------------------------------
 
-    def carry_out(
-        self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[Said, ...]]:
+    def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
         if decision.action in ("smaller plan", "precision"):
             if decision.shortfall is not None:
                 found = self.course.smaller(decision.shortfall, verdict)
                 if isinstance(found, Refused):
-                    return without_smaller(verdict, records, found.because, puzzling=found.puzzling), ()
+                    return without_smaller(verdict, records, found.because, puzzling=found.puzzling)
             else:
                 found = self.course.in_bf16()
                 if isinstance(found, Refused):
-                    return stop(found.because), ()
+                    return stop(found.because)
             kept = self.kept_step
             if not found.carries and kept is not None:
-                return stop(Message("runs.fits-but-not-from", changes=Listing(found.changed, ";"), step=kept)), ()
+                return stop(Message("runs.fits-but-not-from", changes=Listing(found.changed, ";"), step=kept))
             keep_plan(self.folder, records[-1].number)
             self.course.take()
             self.resume = replace(self.resume, anyway=self.resume.anyway or found.another_job)
-            return replace(decision, because=found.because), found.changed
+            return replace(decision, because=found.because, changed=found.changed)
         if decision.action == "wait":
-            refused = self.course.wait_for_room(
-                lambda text: self.show(Warned(text=text)), lambda: bool(self.signals.caught)
-            )
-            return (decision if refused is None else stop(refused.because)), ()
+            refused = self.course.wait_for_room(lambda said: self.show(Warned(text=said)), self.signals.have_come)
+            return decision if refused is None else stop(refused.because)
         if decision.action == "make room":
             run, freed = self.folder.path, 0
             for goner in goners(inventory(run), keeping_of(run)):
@@ -237,9 +214,9 @@ class OwnTrainer:
                 needed = LEAST_ROOM_BYTES
             room = disk.room(run)
             if room < needed:
-                return stop(Message("runs.needs-room", folder=run, left=room / 1e6, need=needed / 1e6)), ()
+                return stop(Message("runs.needs-room", folder=run, left=room / 1e6, need=needed / 1e6))
             done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
-            return replace(decision, because=done), ()
+            return replace(decision, because=done)
         if decision.action == "older checkpoint":
             for folder in newest_first(self.folder.path)[1:]:
                 try:
@@ -248,11 +225,11 @@ class OwnTrainer:
                     continue
                 self.older = folder
                 why = Message("runs.goes-back", why=decision.because, name=folder.name)
-                return replace(decision, because=why), ()
-            return stop(Message("runs.no-older-one", why=decision.because)), ()
+                return replace(decision, because=why)
+            return stop(Message("runs.no-older-one", why=decision.because))
         if decision.step is not None:
             self.skips.add(decision.step)
-        return decision, ()
+        return decision
 
     # --- telling --------------------------------------------------------------------------------
 
@@ -266,20 +243,3 @@ class OwnTrainer:
         event = AttemptBegan(number=number, plan=self.course.words, changed=changed)
         append_event(self.folder, event)
         self.show(event)
-
-
-class _Steps:
-    """The first and the last step of an attempt, by its events."""
-
-    def __init__(self, show: Callable[[Event], None]) -> None:
-        self._show = show
-        self.first: int | None = None
-        self.last: int | None = None
-
-    def note(self, event: Event) -> None:
-        if isinstance(event, Resumed):
-            self.first = event.step
-        elif isinstance(event, Step):
-            self.first = self.first or 0
-            self.last = event.step
-        self._show(event)

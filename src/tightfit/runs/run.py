@@ -191,6 +191,9 @@ class Signals:
                 wishes.append(at)
         return len(wishes)
 
+    def have_come(self) -> bool:
+        return bool(self.caught)
+
     @property
     def exit_code(self) -> int:
         """As a shell says it: 130 after Ctrl-C, 143 after SIGTERM."""

@@ -23,7 +23,7 @@ from tightfit.messages import Message, Said
 from tightfit.planner.step_down import Reason, Shortfall
 from tightfit.runs.cause import NUMBERS, is_suspicion, to_record
 from tightfit.runs.events import AttemptFailed
-from tightfit.runs.records import Action, AttemptRecord, Next, timestamp, write_attempt
+from tightfit.runs.records import AttemptRecord, Next, timestamp, write_attempt
 from tightfit.runs.run import FAILED, Failure, Outcome, Signals
 from tightfit.types import UserError
 
@@ -44,13 +44,11 @@ class Policy:
 
     max_attempts: int = MAX_ATTEMPTS  # starts in a row that keep no new step; 1: none is made again
     allow: frozenset[str] = frozenset()  # costly changes by name
+    hang_timeout_s: float | None = None  # None: the trainer's own measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    action: Action
-    because: Said
-    wait_s: float = 0.0
+class Decision(Next):
     shortfall: Shortfall | None = None  # of a smaller plan
     step: int | None = None  # the one to leave out
 
@@ -61,27 +59,19 @@ def decide(verdict: Verdict, records: Sequence[AttemptRecord], policy: Policy, p
         return stop(Message("runs.same-again"))
     tries = tries_in_a_row(records)
     if tries >= policy.max_attempts:
-        return stop(
-            Message("runs.one-attempt")
-            if policy.max_attempts == 1
-            else Message("runs.attempts-in-vain", most=policy.max_attempts)
-        )
+        one, in_vain = Message("runs.one-attempt"), Message("runs.attempts-in-vain", most=policy.max_attempts)
+        return stop(one if policy.max_attempts == 1 else in_vain)
     if verdict.kind in NUMBERS:
         # What ruined the numbers would do so again: the same plan alone cannot help.
         step, last = verdict.step, records[-1]
         if precision == "fp16" and "precision" in policy.allow:
             return Decision(action="precision", because=Message("runs.bf16-allowed"))
         if step is None or "skip-data" not in policy.allow:
-            is_fp16 = precision == "fp16"
-            return stop(Message("runs.needs-leave-fp16") if is_fp16 else Message("runs.needs-leave"))
-        before = records[-2] if len(records) > 1 else None
+            return stop(Message("runs.needs-leave-fp16" if precision == "fp16" else "runs.needs-leave"))
+        skipped = [record for record in records[:-1] if record.next is not None and record.next.action == "skip data"]
         # steps that were left out after the checkpoint that the last attempt went on from
-        kept = records[-1].kept_step
-        earlier = [record for record in records[:-1] if record.kept_step == kept and record.next is not None]
-        at_once = step == (last.kept_step or 0) + 1 + sum(
-            record.next is not None and record.next.action == "skip data" for record in earlier
-        )
-        if at_once and before is not None and before.next is not None and before.next.action == "skip data":
+        left_out = sum(record.kept_step == last.kept_step for record in skipped)
+        if step == (last.kept_step or 0) + 1 + left_out and skipped and skipped[-1] is records[-2]:
             return Decision(action="older checkpoint", because=Message("runs.first-step-fails"))
         return Decision(action="skip data", because=Message("runs.step-left-out", step=step), step=step)
     if verdict.kind in _REASONS and not (is_suspicion(verdict) and not _again(verdict, records)):
@@ -156,14 +146,6 @@ LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """What the user says about the supervision."""
-
-    policy: Policy = field(default_factory=Policy)
-    hang_timeout_s: float | None = None  # None: the trainer's own measure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One start that has ended."""
 
@@ -174,12 +156,12 @@ class Attempt:
     last_step: int | None = None
 
 
-class Trainer(Protocol):
-    """Who trains, and how at present."""
+class Computed(Protocol):
+    """How a training is computed at present."""
 
     @property
     def words(self) -> Said:
-        """How it is computed, or the command, in a line."""
+        """The plan, or the command, in a line."""
         ...
 
     @property
@@ -191,6 +173,13 @@ class Trainer(Protocol):
     @property
     def precision(self) -> str: ...
 
+
+class Trainer(Protocol):
+    """Who trains."""
+
+    @property
+    def course(self) -> Computed: ...
+
     @property
     def kept_step(self) -> int | None:
         """The step of the newest whole checkpoint; None: there is none."""
@@ -200,10 +189,8 @@ class Trainer(Protocol):
         """Start it, stay with it to the end, and judge how it ended."""
         ...
 
-    def carry_out(
-        self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[Said, ...]]:
-        """What was done, and what it changed, one by one; a decision to stop, where it could not be done."""
+    def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
+        """What was done, with what it changed, one by one; a decision to stop, where it could not be done."""
         ...
 
     def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
@@ -249,9 +236,9 @@ class Supervisor:
                 AttemptRecord(
                     number=number,
                     started=timestamp(),
-                    plan=self.trainer.words,
-                    ranks=self.trainer.ranks,
-                    effective_batch=self.trainer.effective_batch,
+                    plan=self.trainer.course.words,
+                    ranks=self.trainer.course.ranks,
+                    effective_batch=self.trainer.course.effective_batch,
                 )
             )
             try:
@@ -270,16 +257,16 @@ class Supervisor:
             if last.state not in ("failed", "user error"):
                 return self._make_result(last, verdict)
             assert verdict is not None, "a trainer judges each attempt that fails"
-            changed: tuple[Said, ...] = ()
             if self.signals.caught:
                 decision = stop(Message("runs.was-asked-to-stop"))
             else:
-                decision = decide(verdict, self.records, self.policy, self.trainer.precision)
+                decision = decide(verdict, self.records, self.policy, self.trainer.course.precision)
                 try:
-                    decision, changed = self.trainer.carry_out(decision, verdict, self.records)
+                    decision = self.trainer.carry_out(decision, verdict, self.records)
                 except UserError as error:
                     decision = stop(error.said)
-            following = Next(action=decision.action, because=decision.because, changed=changed, wait_s=decision.wait_s)
+            action, because, changed, wait_s = decision.action, decision.because, decision.changed, decision.wait_s
+            following = Next(action=action, because=because, changed=changed, wait_s=wait_s)
             record = replace(self.records[-1], next=following)
             self._write(record)
             failed = AttemptFailed(
@@ -288,14 +275,14 @@ class Supervisor:
                 text=verdict.cause,
                 step=record.last_step,
                 kept_step=record.kept_step,
-                action=decision.action,
-                because=decision.because,
-                wait_s=decision.wait_s,
+                action=action,
+                because=because,
+                wait_s=wait_s,
             )
             self.trainer.after_failure(failed, changed)
-            if decision.action == "stop":
-                return self._make_result(last, verdict, decision.because)
-            end = time.monotonic() + decision.wait_s
+            if action == "stop":
+                return self._make_result(last, verdict, because)
+            end = time.monotonic() + wait_s
             while time.monotonic() < end and not self.signals.caught:
                 time.sleep(LOOK_S)
             if self.signals.caught:

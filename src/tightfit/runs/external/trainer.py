@@ -32,7 +32,7 @@ from tightfit.runs.external.process import CommandStart, Gone, MemoryPeak, Strea
 from tightfit.runs.external.resume import Kept, kept_by, means_of, output_of, saves_itself
 from tightfit.runs.records import AttemptRecord, attempt_path
 from tightfit.runs.run import Outcome, Signals, State
-from tightfit.runs.supervise import LONGEST_WAIT_S, Attempt, Decision, Orders, stop, without_smaller
+from tightfit.runs.supervise import LONGEST_WAIT_S, Attempt, Decision, Policy, stop, without_smaller
 from tightfit.types import ConfigError, UserError
 
 LOG = "command.log"
@@ -72,7 +72,7 @@ class ExternalTrainer:
     streams: Streams
     say: Callable[[str], None]
     advisor: Advisor
-    orders: Orders
+    policy: Policy
     signals: Signals
     retry_anyway: bool = False  # start again even where no checkpoint can be resumed
     begun: Callable[[ExternalTraining], None] = lambda external: None  # told of every start, before it
@@ -83,6 +83,10 @@ class ExternalTrainer:
     exit_code: int = 0  # of the last start, as a shell says it
     ranks: int = 1  # processes that are started; what they start themselves is theirs
     precision: str = ""  # nobody asks: it is never changed
+
+    @property
+    def course(self) -> ExternalTrainer:
+        return self
 
     @property
     def words(self) -> str:
@@ -118,7 +122,7 @@ class ExternalTrainer:
             changes=self.external.environment,
             mark=self.mark,
             log=place / LOG,
-            hang_timeout_s=self.orders.hang_timeout_s,
+            hang_timeout_s=self.policy.hang_timeout_s,
         )
         began = time.time()
         gone = start_and_stay(start, self.streams, self.signals)
@@ -197,38 +201,34 @@ class ExternalTrainer:
 
     # --- what follows ---------------------------------------------------------------------------
 
-    def carry_out(
-        self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]
-    ) -> tuple[Decision, tuple[Said, ...]]:
+    def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
         if verdict.kind in NUMBERS:
-            return stop(Message("external.same-numbers")), ()
+            return stop(Message("external.same-numbers"))
         if decision.action == "smaller plan" and decision.shortfall is not None:
             kept = kept_by(self.external)
             step = self._step(decision.shortfall, verdict, kept)
             if step is None:
                 other = without_smaller(verdict, records, self._describe_end())
-                return (self._again(other) if other.action == "same plan" else other), ()
+                return self._again(other) if other.action == "same plan" else other
             edits = edits_of(self.external, knobs_of(self.external), step.knobs)
+            changes = Listing(step.changed, ";")
             if lost := self._describe_loss(kept):
-                return stop(Message("external.may-fit-but", changes=Listing(step.changed, ";"), why=lost)), ()
+                return stop(Message("external.may-fit-but", changes=changes, why=lost))
             place = saves_itself(self.external) if kept is None else kept.path
             if step.crosses and place is not None and not (self.external.is_llamafactory and kept and kept.adapter):
                 if not self.retry_anyway:
-                    changes = Listing(step.changed, ";")
-                    return stop(Message("external.may-fit-anew", changes=changes, name=place.name)), ()
+                    return stop(Message("external.may-fit-anew", changes=changes, name=place.name))
                 kept, edits = None, replace(edits, trainer={**edits.trainer, "resume_from_checkpoint": None})
             where = self._resume(edits, kept, crosses=step.crosses)
             self.advisor.took(step)
             costs = [Message("external.as-allowed", costs=Listing(step.costs))] if step.costs else []
-            return replace(decision, because=_because(step.because, *costs, where)), step.changed
+            return replace(decision, because=_because(step.because, *costs, where), changed=step.changed)
         if decision.action == "wait":
-            waited = self.advisor.wait_for_room(self.external, lambda: bool(self.signals.caught))
+            waited = self.advisor.wait_for_room(self.external, self.signals.have_come)
             decision = replace(decision, action="same plan", wait_s=0.0 if waited else LONGEST_WAIT_S)
         if decision.action == "same plan":
-            return self._again(decision), ()
-        if decision.action == "make room":
-            return stop(Message("external.make-room")), ()
-        return decision, ()
+            return self._again(decision)
+        return stop(Message("external.make-room")) if decision.action == "make room" else decision
 
     def _again(self, decision: Decision) -> Decision:
         """The same command, from where it can resume."""
@@ -259,8 +259,8 @@ class ExternalTrainer:
         asked = (self.advisor.smaller(external, shortfall, verdict, same_engine=same) for same in engines)
         found = [step for step in asked if step is not None and changes(step)]
         if not found:
-            allow, host = self.orders.policy.allow, shortfall.where == "host"
-            found = list(filter(changes, rungs(external, now, allow, host=host)))
+            lower = rungs(external, now, self.policy.allow, host=shortfall.where == "host")
+            found = list(filter(changes, lower))
         first = next(iter(found), None)
         if kept is None and saves_itself(external) is None:
             return first
@@ -302,8 +302,7 @@ class ExternalTrainer:
         return where
 
     def _describe_end(self) -> Message:
-        now, policy = knobs_of(self.external), self.orders.policy
-        said: list[Said] = [*would_help(self.external, now, policy.allow)]
+        said: list[Said] = [*would_help(self.external, knobs_of(self.external), self.policy.allow)]
         if (unknown := batch_of(self.external).because) and (self.external.is_hugging_face or self.external.files):
             said.append(Message("external.batch-left-alone", why=unknown))
             return Message("external.nothing-else", what=Listing(said, ";"))
