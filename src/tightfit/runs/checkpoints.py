@@ -37,6 +37,7 @@ from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.records import find_json, read_json
 from tightfit.inputs.spelling import open_regular
 from tightfit.job import Saving
+from tightfit.job.known import block_in, whole
 from tightfit.messages import Message, Said
 from tightfit.owned import Listed, NotOurs, Ours, Patterns, check_ours
 from tightfit.runs import disk
@@ -296,16 +297,13 @@ def outdated(run: Path, keeping: Keeping, step: int) -> list[Path]:
     Torn ones do not count among the newest, and stay until they are pruned. Nor do later ones, which the run has passed
     over: their sizes may be right and their bytes not.
     """
-    whole = []
+    complete = []
     for folder in newest_first(run):
-        if (step_of(folder) or 0) > step:
-            continue
-        try:
-            whole.append((checked(folder).step, folder))
-        except Torn:
-            continue
-    spare = surplus([step for step, _ in whole], keeping)
-    return [folder for step, folder in whole if step in spare]
+        if (step_of(folder) or 0) <= step:
+            with suppress(Torn):
+                complete.append((checked(folder).step, folder))
+    spare = surplus([step for step, _ in complete], keeping)
+    return [folder for step, folder in complete if step in spare]
 
 
 def surplus(steps: Iterable[int], keeping: Keeping) -> frozenset[int]:
@@ -339,7 +337,7 @@ def own_files(folder: Path) -> Ours | None:
         return None
     except Torn:
         pass
-    if _is_orphan(folder):
+    if _ORPHAN.fullmatch(folder.name):
         return STAGED
     with suppress(Torn):
         state = read_state(folder)
@@ -348,12 +346,13 @@ def own_files(folder: Path) -> Ours | None:
     return None
 
 
-def check_removable(folder: Path) -> None:
-    """NotOurs: something in it is somebody else's, or all of it."""
+def check_removable(folder: Path) -> Ours:
+    """What of it is ours. NotOurs: something in it is somebody else's, or all of it."""
     names = own_files(folder)
     if names is None:
         raise NotOurs(folder, Message("runs.no-checkpoint-of-ours", folder=folder))
     check_ours(folder, names, Message("runs.stays-as-is", folder=folder))
+    return names
 
 
 def remove(folder: Path) -> None:
@@ -368,22 +367,13 @@ def remove(folder: Path) -> None:
 
 def remove_orphan(path: Path) -> None:
     """What a killed process left. NotOurs: it is somebody else's, or something in it is, and it was not touched."""
-    check_removable(path)
-    names = own_files(path)
-    assert names is not None
-    disk.remove_folder(path, names, last=MANIFEST)  # whoever is killed on the way leaves the list
+    disk.remove_folder(path, check_removable(path), last=MANIFEST)  # whoever is killed on the way leaves the list
 
 
 def orphans(run: Path) -> list[Path]:
     """What killed processes left half-done or half-removed. Only for whoever holds the run's lock."""
     place = run / CHECKPOINTS
-    if not place.is_dir():
-        return []
-    return sorted(each for each in place.iterdir() if _is_orphan(each))
-
-
-def _is_orphan(path: Path) -> bool:
-    return _ORPHAN.fullmatch(path.name) is not None
+    return sorted(each for each in place.iterdir() if _ORPHAN.fullmatch(each.name)) if place.is_dir() else []
 
 
 # --- as a person asks about them -----------------------------------------------------------------
@@ -415,18 +405,19 @@ class FoundCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orphan:
-    """What a process left half-done that was killed."""
+class Goner:
+    """Something that need not stay, and why."""
 
     path: Path
     bytes: int
+    because: Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
     run: Path
     checkpoints: tuple[FoundCheckpoint, ...]  # the newest first
-    orphans: tuple[Orphan, ...]
+    orphans: tuple[Goner, ...]  # what processes left half-done that were killed
 
     @property
     def bytes(self) -> int:
@@ -435,15 +426,6 @@ class Inventory:
     @property
     def broken(self) -> tuple[FoundCheckpoint, ...]:
         return tuple(found for found in self.checkpoints if found.problem is not None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goner:
-    """Something that need not stay, and why."""
-
-    path: Path
-    bytes: int
-    because: Message
 
 
 def run_of(path: Path) -> Path:
@@ -484,21 +466,16 @@ def inventory(run: Path) -> Inventory:
             certain = not isinstance(error, Unknown)
             one = replace(one, bytes=size_of(folder), problem=error.said, certain=certain)
         found.append(one)
-    half = tuple(Orphan(path=path, bytes=size_of(path)) for path in orphans(run))
+    left = Message("runs.left-by-killed")
+    half = tuple(Goner(path=path, bytes=size_of(path), because=left) for path in orphans(run))
     return Inventory(run=run, checkpoints=tuple(found), orphans=half)
 
 
 def _maker(state: Mapping[str, Any]) -> Maker:
-    plan = state.get("plan")
-    said: Mapping[str, Any] = plan if isinstance(plan, dict) else {}
-
-    def text(key: str) -> str | None:
-        value = said.get(key)
-        return value if isinstance(value, str) and value.isprintable() else None
-
-    world = said.get("world")
-    count = world if isinstance(world, int) and not isinstance(world, bool) else None
-    return Maker(engine=text("engine"), world=count, precision=text("precision"), method=text("method"))
+    plan = block_in(state, "plan")
+    words = {name: plan.get(name) for name in ("engine", "precision", "method")}
+    said = {name: word for name, word in words.items() if isinstance(word, str) and word.isprintable()}
+    return Maker(world=whole(plan.get("world")), **said)
 
 
 def verified(there: Inventory, progress: Callable[[FoundCheckpoint, int], None]) -> Inventory:
@@ -522,26 +499,19 @@ def verified(there: Inventory, progress: Callable[[FoundCheckpoint, int], None])
 
 def keeping_of(run: Path) -> Keeping:
     """What the run itself was told to keep; two, where that cannot be found out."""
-    try:
-        saving = find_json(run / "plan" / WORKER_FILE)["saving"]  # of any version: what it keeps is not ours to prune
-        said = {"keep_last": saving.get("keep_last", saving.get("keep")), "keep_every": saving.get("keep_every")}
-    except (KeyError, TypeError, AttributeError):
-        said = {}
-    last, every = _count(said.get("keep_last")), _count(said.get("keep_every"))
-    return Keeping(last=last or Saving().keep_last, every_steps=every)
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+    tree = find_json(run / "plan" / WORKER_FILE)  # of any version: what it keeps is not ours to prune
+    saving = block_in(tree, "saving") if isinstance(tree, dict) else {}
+    last, every = whole(saving.get("keep_last", saving.get("keep"))) or 0, whole(saving.get("keep_every")) or 0
+    return Keeping(last=last if last >= 1 else Saving().keep_last, every_steps=every if every >= 1 else None)
 
 
 def goners(there: Inventory, keeping: Keeping) -> tuple[Goner, ...]:
     """What may go, in the order in which it does: what nobody can use first, and of the others the oldest."""
-    whole = [found for found in there.checkpoints if found.problem is None]
-    spare = surplus((found.step for found in whole), keeping)
+    complete = [found for found in there.checkpoints if found.problem is None]
+    spare = surplus((found.step for found in complete), keeping)
     older = Message("runs.older-than", count=keeping.last) if keeping.last > 1 else Message("runs.older-than-one")
     return (
-        *(Goner(path=each.path, bytes=each.bytes, because=Message("runs.left-by-killed")) for each in there.orphans),
+        *there.orphans,
         *(
             Goner(path=found.folder, bytes=found.bytes, because=Message("runs.not-whole", problem=found.problem))
             for found in there.broken
@@ -549,7 +519,7 @@ def goners(there: Inventory, keeping: Keeping) -> tuple[Goner, ...]:
         ),
         *(
             Goner(path=found.folder, bytes=found.bytes, because=older)
-            for found in reversed(whole)
+            for found in reversed(complete)
             if found.step in spare
         ),
     )
@@ -564,13 +534,9 @@ def check_goners(gone: Iterable[Goner]) -> None:
 def remove_goner(goner: Goner) -> None:
     """Only for whoever holds the run's lock."""
     try:
-        if step_of(goner.path) is None:
-            remove_orphan(goner.path)
-        else:
-            remove(goner.path)
+        (remove_orphan if step_of(goner.path) is None else remove)(goner.path)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("runs.cannot-be-removed", path=goner.path, why=why)) from None
+        raise ConfigError(Message("runs.cannot-be-removed", path=goner.path, why=_why(error))) from None
 
 
 # --- those of DeepSpeed --------------------------------------------------------------------------

@@ -26,7 +26,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.formats.plan_folder import LIST, PLAN_FILES, STAGING, write
@@ -277,8 +276,30 @@ def goes_on(path: Path, resume: str, *, more: bool = False) -> int | None:
 class ClaimedFolder:
     """A run folder that is ours until it is released."""
 
-    def __init__(self, folder: RunFolder, lock: FolderLock, made: list[Path], before: _Before) -> None:
-        self.folder, self._lock, self._made, self._before = folder, lock, made, before
+    def __init__(self, path: Path, lock: FolderLock, made: list[Path], step: int | None, *, replaces: bool) -> None:
+        """Move what an earlier run left into a folder of its own, but for what this one goes on with: from `step`.
+        `replaces`: whether a finished run among it is not wanted any more; `made`: folders that were not there."""
+        self.folder, self._lock, self._made, self._replaces = RunFolder(path), lock, made, replaces
+        self._files = RunFiles(path)
+        staying = {CHECKPOINTS, EVENTS}
+        if step is None:  # what is there without a checkpoint's name was never finished, and the worker clears it away
+            staying = set() if newest_first(path) else {CHECKPOINTS}
+        others = (EARLIER, *NEIGHBOURS)
+        entries = [entry for entry in path.iterdir() if entry.name not in others and not is_lock(entry.name)]
+        own = [entry for entry in entries if self._files.has_folder(entry.name) or self._files.has_file(entry.name)]
+        self._stayed = {entry.name for entry in entries if entry not in own or entry.name in staying}
+        moving = [entry for entry in own if entry.name not in self._stayed and entry.name not in HALF]
+        # Going back behind newer ones: a later start would take these, which are of another course.
+        moving += [each for each in newest_first(path) if step is not None and (step_of(each) or 0) > step]
+        self._aside = set_aside(path, moving, self._files)
+        for entry in own:
+            if entry.name in HALF:
+                _remove(entry, self._files)
+        self._events_bytes: int | None = None  # their length; None: these are to begin anew
+        if EVENTS in self._stayed:
+            with (path / EVENTS).open("rb+") as file:
+                self._events_bytes = end_last_line(file)
+        self._checkpoints = {each.name for each in newest_first(path)}
 
     @classmethod
     def claim(
@@ -298,14 +319,12 @@ class ClaimedFolder:
             step = goes_on(path, resume, more=more and not overwrite)
             # Again, now that nobody else can change it.
             _check_contents(path, overwrite=overwrite, goes_on=more and step is not None)
-            before = _make_way(path, step, replaces=overwrite)
-        except OSError as error:
+            return cls(path, lock, made, step, replaces=overwrite)
+        except BaseException as error:
             lock.release()
-            raise _unwritable(path, error) from None
-        except BaseException:
-            lock.release()
+            if isinstance(error, OSError):
+                raise _unwritable(path, error) from None
             raise
-        return cls(RunFolder(path), lock, made, before)
 
     def begin(self, files: Mapping[str, str], record: RunRecord) -> None:
         """Write down what is to run."""
@@ -317,28 +336,28 @@ class ClaimedFolder:
 
     def release(self, *, done: bool = False) -> None:
         """Let it go. A finished run that this one was to replace goes when this one is `done`, and not before."""
-        aside = self._before.aside
-        if done and aside is not None and self._before.replaces and (aside / "model").exists():
-            remove_folder(aside, RunFiles(aside, self._before.files.model))
+        aside = self._aside
+        if done and aside is not None and self._replaces and (aside / "model").exists():
+            remove_folder(aside, RunFiles(aside, self._files.model))
             _unmake([aside.parent])
         self._lock.release()
 
     def discard(self) -> None:
         """Leave everything as it was before this run. One that has made a checkpoint was not in vain, and stays."""
-        path, before = self.folder.path, self._before
-        if {folder.name for folder in newest_first(path)} - before.checkpoints:
+        path = self.folder.path
+        if {folder.name for folder in newest_first(path)} - self._checkpoints:
             self.release()
             return
         files = RunFiles(path)
         for entry in list(path.iterdir()):
-            if entry.name not in (EARLIER, *before.stayed) and not is_lock(entry.name):
+            if entry.name not in (EARLIER, *self._stayed) and not is_lock(entry.name):
                 _remove(entry, files)
-        if before.events_bytes is not None:
+        if self._events_bytes is not None:
             with suppress(OSError):  # a disk that takes nothing any more: a line too many does no harm
-                os.truncate(self.folder.events, before.events_bytes)
-        if before.aside is not None:
+                os.truncate(self.folder.events, self._events_bytes)
+        if self._aside is not None:
             # What has come in its place meanwhile stays there, and what it would replace stays aside.
-            for entry in list(before.aside.iterdir()):
+            for entry in list(self._aside.iterdir()):
                 target = path / entry.name
                 with suppress(FileExistsError):
                     if entry.name == CHECKPOINTS and target.is_dir():  # the newer ones alone had made way
@@ -347,7 +366,7 @@ class ClaimedFolder:
                         entry.rmdir()
                     else:
                         move_file(entry, target)
-            _unmake([before.aside, before.aside.parent])
+            _unmake([self._aside, self._aside.parent])
         self._lock.release()
         _unmake(self._made)
 
@@ -356,44 +375,6 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
     why = (error.strerror or str(error)).lower()
     id_ = "runs.cannot-write-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "runs.cannot-write"
     return ConfigError(Message(id_, path=path, why=why))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Before:
-    """How a folder was found."""
-
-    aside: Path | None  # where what made way is now; None: nothing did
-    stayed: frozenset[str]  # what was there and did not make way
-    checkpoints: frozenset[str]  # the names of those that stayed
-    events_bytes: int | None  # their length; None: these are to begin anew
-    files: RunFiles  # which of them were ours
-    replaces: bool  # whether a finished run among them is not wanted any more
-
-
-def _make_way(path: Path, step: int | None, *, replaces: bool) -> _Before:
-    """Move what an earlier run left into a folder of its own, but for what this one goes on with."""
-    files = RunFiles(path)
-    staying = {CHECKPOINTS, EVENTS}
-    if step is None:  # whatever is there without a checkpoint's name was never finished, and the worker clears it away
-        staying = set() if newest_first(path) else {CHECKPOINTS}
-    entries = [
-        entry for entry in path.iterdir() if entry.name not in (EARLIER, *NEIGHBOURS) and not is_lock(entry.name)
-    ]
-    own = [entry for entry in entries if files.has_folder(entry.name) or files.has_file(entry.name)]
-    stayed = frozenset(entry.name for entry in entries if entry not in own or entry.name in staying)
-    moving = [entry for entry in own if entry.name not in stayed and entry.name not in HALF]
-    # Going back behind newer ones: a later start would take these, which are of another course.
-    moving += [each for each in newest_first(path) if step is not None and (step_of(each) or 0) > step]
-    aside = set_aside(path, moving, files)
-    for entry in own:
-        if entry.name in HALF:
-            _remove(entry, files)
-    size = None
-    if EVENTS in stayed:
-        with (path / EVENTS).open("rb+") as file:
-            size = end_last_line(file)
-    names = frozenset(each.name for each in newest_first(path))
-    return _Before(aside=aside, stayed=stayed, checkpoints=names, events_bytes=size, files=files, replaces=replaces)
 
 
 def set_aside(path: Path, moving: Sequence[Path], files: Ours | None = None) -> Path | None:

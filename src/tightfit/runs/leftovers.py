@@ -14,7 +14,7 @@ import re
 import signal
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -360,34 +360,28 @@ def _away(leftover: Leftover) -> None:
 
 def end(pid: int, mark: str | None, *, at_once: bool = False, grace_s: float = GRACE_S) -> Message | None:
     """End a process, if it is still the one that was meant: asked first, and where it is ours to decide, then ended."""
+    asks = {} if at_once else {signal.SIGTERM: grace_s}
+    # Whoever was killed takes no time of its own, but a busy kernel may.
+    return _signal(pid, mark, {**asks, signal.SIGKILL: GRACE_S}, Message("runs.kernel-holds-it"))
+
+
+def ask_to_end(pid: int, mark: str | None, grace_s: float = GRACE_S) -> Message | None:
+    """SIGTERM alone, for what is not ours; why it still runs, or None."""
+    return _signal(pid, mark, {signal.SIGTERM: grace_s}, Message("runs.still-runs", seconds=grace_s))
+
+
+def _signal(pid: int, mark: str | None, graces_s: Mapping[signal.Signals, float], in_vain: Message) -> Message | None:
+    """One signal after the other, for as long as it lives; why it still does, or None."""
     try:
-        for what in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
+        for what, grace_s in graces_s.items():
             if not is_alive(pid, mark):
                 return None
             os.kill(pid, what)
-            # Whoever was killed takes no time of its own, but a busy kernel may.
-            deadline = time.monotonic() + (grace_s if what == signal.SIGTERM else GRACE_S)
+            deadline = time.monotonic() + grace_s
             while is_alive(pid, mark) and time.monotonic() < deadline:
                 time.sleep(0.05)
     except ProcessLookupError:
         return None
     except PermissionError:
         return Message("runs.another-users")
-    return Message("runs.kernel-holds-it") if is_alive(pid, mark) else None
-
-
-def ask_to_end(pid: int, mark: str | None, grace_s: float = GRACE_S) -> Message | None:
-    """SIGTERM alone, for what is not ours; why it still runs, or None."""
-    try:
-        if is_alive(pid, mark):
-            os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return Message("runs.another-users")
-    deadline = time.monotonic() + grace_s
-    while is_alive(pid, mark):
-        if time.monotonic() > deadline:
-            return Message("runs.still-runs", seconds=grace_s)
-        time.sleep(0.05)
-    return None
+    return in_vain if is_alive(pid, mark) else None
