@@ -20,7 +20,7 @@ import pytest
 import patience
 import warm_desk
 from tightfit.messages import from_json
-from tightfit.runs.external.hang import Stillness
+from tightfit.runs.external.process import Stillness
 from tightfit.runs.records import read_run
 
 ASSETS = Path(__file__).parents[1] / "assets"

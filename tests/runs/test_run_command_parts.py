@@ -21,10 +21,10 @@ from tightfit.runs.external.config import (
     edits_of,
     knobs_of,
     read_training,
+    rungs,
     written,
 )
-from tightfit.runs.external.ladder import rungs
-from tightfit.runs.external.resume import kept_by, means_of
+from tightfit.runs.external.trainer import kept_by, means_of
 from tightfit.types import ConfigError
 
 

@@ -24,7 +24,6 @@ from tightfit.messages import Message, Said, text
 from tightfit.runs.build_lock import describe, find_left_locks
 from tightfit.runs.external.command import NAMES, recognise
 from tightfit.runs.external.config import ExternalTraining, read_training
-from tightfit.runs.external.process import Streams
 from tightfit.runs.external.record import FOLDER, ClaimedRun, begin_record, claim
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
@@ -158,7 +157,7 @@ def _run(options: RunOptions, place: ClaimedRun, external: ExternalTraining, pla
         trainer = ExternalTrainer(
             external=external,
             folder=folder,
-            streams=Streams(out=out.buffer, err=sys.stderr.buffer),
+            streams=(out.buffer, sys.stderr.buffer),
             say=_say,
             advisor=planner,
             policy=policy,

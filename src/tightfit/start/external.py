@@ -29,10 +29,8 @@ from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.step_down import NoWay, Shortfall, StepDown, Tried, locate, step_down
 from tightfit.priced import GIB, Priced, strategy_name, verdict
 from tightfit.runs.calibration import learn_from_failure
-from tightfit.runs.external.config import ExternalTraining, batch_of, knobs_of
-from tightfit.runs.external.ladder import NextConfig
+from tightfit.runs.external.config import ExternalTraining, NextConfig, batch_of, knobs_of, ranks_of, visible_gpus
 from tightfit.runs.external.process import MemoryPeak
-from tightfit.runs.external.ranks import ranks_of, visible_gpus
 from tightfit.runs.external.script import ACCUMULATION, MICRO
 from tightfit.start.train import plan_as_it_is
 from tightfit.types import STRATEGY, Checkpointing, Hardware, Levers, Mamba1, ModelShape, Precision, UserError

@@ -90,6 +90,10 @@ class Command:
     def launcher_flag(self, *names: str) -> Flag | None:
         return next((each for each in reversed(self.own) if each.name in names), None)
 
+    def launcher_value(self, *names: str) -> str | None:
+        flag = self.launcher_flag(*names)
+        return None if flag is None else flag.value
+
     @property
     def variables(self) -> dict[str, str]:
         """What `env A=B …` in front of the program sets."""

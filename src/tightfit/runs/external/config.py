@@ -6,24 +6,30 @@ places come to contradict each other. What stands nowhere is added only where th
 
 The batch decides what is trained. It is changed only where every place that could say it was read, so that micro batch
 × accumulation is the same before and after; `batch_of` says why not.
+
+Where the model is known, the planner finds the next config and says how much less it holds. Where it is not, the order
+is fixed, the cheapest first: smaller micro batches (with as much accumulation more, so that the effective batch stays),
+activations computed again, the next ZeRO stage, the optimizer on the host, the weights too, little gathered at a time.
+What changes the training comes last, and only where it was allowed: 4-bit weights under adapters, then shorter
+sequences.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tightfit.formats.accelerate.dialect import known as known_accelerate
 from tightfit.formats.beside import beside, json_with, write_beside, yaml_text_with, yaml_tree_with
 from tightfit.formats.deepspeed.dialect import known as known_deepspeed
 from tightfit.formats.document import Document, read_document
 from tightfit.inputs.spelling import as_number
-from tightfit.job.known import block_in, whole
+from tightfit.job.known import KnownConfig, block_in, whole
 from tightfit.job.training_arguments import TRAINING_ARGUMENTS
 from tightfit.messages import Message, Said
 from tightfit.runs.external.command import (
@@ -38,7 +44,7 @@ from tightfit.runs.external.command import (
     without_flag,
 )
 from tightfit.runs.external.script import ACCUMULATION, MICRO, TrainingScript
-from tightfit.types import ConfigError, UserError
+from tightfit.types import ConfigError, Hardware, UserError
 
 USUAL_MICRO, USUAL_ACCUMULATION = 8, 1  # what transformers takes where nothing is said
 _SOURCE_BYTES = 2**20
@@ -51,18 +57,10 @@ _YES, _NO = ("true", "1", "yes"), ("false", "0", "no")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class Knobs(KnownConfig):
     """How a training is computed, as far as it can be read. None: not known, and never touched."""
 
-    stage: int | None = None  # of ZeRO; 0: unsharded
-    offload_optimizer: str | None = None
-    offload_param: str | None = None
-    pin_memory: bool | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    checkpointing: bool | None = None
     quantised: bool | None = None  # the frozen weights have 4 bits
-    sequence: int | None = None
     buckets: tuple[tuple[str, int | bool], ...] = ()
     """Keys of `zero_optimization` that a plan has chosen, with their values."""
 
@@ -496,3 +494,160 @@ _PLAIN_DEEPSPEED: dict[str, Any] = {  # what the Hugging Face layer fills in fro
 def _name_like(old: str, new: Path) -> str:
     """The new file, named in the way in which the old one was."""
     return str(Path(old).with_name(new.name))
+
+
+# --- the next rung down -------------------------------------------------------------------------
+
+
+SHORTEST = 128
+FRUGAL: tuple[tuple[str, int | bool], ...] = (
+    ("stage3_prefetch_bucket_size", 10_000_000),
+    ("stage3_param_persistence_threshold", 10_000),
+    ("stage3_max_live_parameters", 100_000_000),
+    ("stage3_max_reuse_distance", 100_000_000),
+)
+LIMIT_TOKENS = 256
+_NEXT_SCHEME = Message("external.next-scheme")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextConfig:
+    """Another way to compute the training."""
+
+    knobs: Knobs
+    changed: tuple[Said, ...]
+    because: Said = _NEXT_SCHEME
+    crosses: bool = False  # a checkpoint of the last way cannot be resumed with its optimizer
+    costs: tuple[Said, ...] = ()  # what it changes in the training, as the user allowed
+
+
+_LAID_OUT_BY = ("stage", "offload_optimizer", "offload_param", "quantised")
+"""Knobs by which a trainer lays out its checkpoint: its optimizer cannot be resumed with others."""
+
+
+def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host: bool = False) -> Iterator[NextConfig]:
+    """Every next way that this config can be changed to, the cheapest first; `host`: it is RAM that was missing."""
+
+    def step(knobs: Knobs, changed: Message, *costs: Message) -> NextConfig:
+        crosses = any(getattr(knobs, name) != getattr(now, name) for name in _LAID_OUT_BY)
+        return NextConfig(knobs=knobs, changed=(changed,), crosses=crosses, costs=costs)
+
+    if host:
+        if {now.offload_optimizer, now.offload_param} & {"cpu", "nvme"} and now.pin_memory is not False:
+            yield step(replace(now, pin_memory=False), Message("external.unpinned"))
+        return
+    micro, accumulation = now.micro_batch, now.accumulation
+    if micro is not None and accumulation is not None and micro >= 2:
+        smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        more = accumulation * (micro // smaller)
+        word = Message(
+            "external.smaller-batch",
+            micro=micro,
+            accumulation=accumulation,
+            new_micro=smaller,
+            new_accumulation=more,
+        )
+        yield step(replace(now, micro_batch=smaller, accumulation=more), word)
+    if now.checkpointing is False:
+        yield step(replace(now, checkpointing=True), Message("external.recomputes"))
+    if now.stage is not None:
+        values = external.deepspeed.values if external.deepspeed is not None else {}
+        live = block_in(values, "zero_optimization").get("stage3_max_live_parameters")
+        is_frugal = isinstance(live, int | float) and live <= dict(FRUGAL)["stage3_max_live_parameters"]
+        if now.stage < 2:
+            yield step(replace(now, stage=2), Message("external.stage", old=now.stage, new=2))
+        elif now.offload_optimizer == "none":
+            yield step(replace(now, offload_optimizer="cpu"), Message("external.optimizer-on-host"))
+        elif now.stage == 2:
+            yield step(replace(now, stage=3), Message("external.stage", old=2, new=3))
+        elif now.offload_param == "none":
+            yield step(replace(now, offload_param="cpu"), Message("external.weights-on-host"))
+        elif external.deepspeed is not None and not is_frugal:
+            yield step(replace(now, buckets=FRUGAL), Message("external.gathers-little"))
+    # what changes the training
+    if "quantize" in allow and now.quantised is False:
+        costs = Message("external.quantized-cost")
+        yield step(replace(now, quantised=True), Message("external.quantized"), costs)
+    length = now.sequence
+    if "shorter-seq" in allow and external.is_llamafactory and length is not None and length // 2 >= SHORTEST:
+        shorter = length // 2
+        id_ = "external.shorter-limit" if now.quantised and shorter <= LIMIT_TOKENS else "external.shorter"
+        costs = Message("external.shorter-cost", new=shorter, old=length)
+        yield step(replace(now, sequence=shorter), Message(id_, old=length, new=shorter), costs)
+
+
+def would_help(external: ExternalTraining, now: Knobs, allow: frozenset[str]) -> tuple[Message, ...]:
+    """What was not allowed, or cannot be written here."""
+    said = []
+    if now.quantised is False and "quantize" not in allow:
+        said.append(Message("external.allow-quantize"))
+    if external.is_llamafactory and "shorter-seq" not in allow and (now.sequence or 0) >= 2 * SHORTEST:
+        said.append(Message("external.allow-shorter"))
+    return tuple(said)
+
+
+# --- how many processes it starts ---------------------------------------------------------------
+
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_SLOTS = re.compile(r"^\s*([^#\s]\S*)\s+slots\s*=\s*(\d+)", re.MULTILINE)
+
+
+class RankCount(NamedTuple):
+    """Processes, one to a GPU."""
+
+    machines: int
+    on_each: int
+
+
+def ranks_of(external: ExternalTraining, hardware: Hardware, environment: Mapping[str, str]) -> RankCount:
+    """What the command starts. `environment`: what it will see."""
+    there = visible_gpus(hardware, environment)
+    command = external.command
+    if command.starter == "llamafactory":
+        there = 1 if hardware.gpu.vendor == "cpu" else there
+        return RankCount(_count(environment.get("NNODES")) or 1, _count(environment.get("NPROC_PER_NODE")) or there)
+    if command.starter == "torchrun":
+        word = command.launcher_value("nproc_per_node") or environment.get("PET_NPROC_PER_NODE")
+        nodes = (command.launcher_value("nnodes") or environment.get("PET_NNODES") or "1").partition(":")[0]
+        return RankCount(_count(nodes) or 1, there if word in ("gpu", "auto") else _count(word) or 1)
+    if command.starter == "deepspeed":
+        include = command.launcher_value("include", "i")
+        if include is not None and ":" in include:
+            hosts = [host.partition(":")[2] for host in include.split("@")]
+            return RankCount(len(hosts), max(gpus.count(",") + 1 for gpus in hosts))
+        slots: list[int] = []  # of each host; empty where the file says nothing
+        hostfile = command.launcher_value("hostfile", "H")
+        if hostfile is not None and Path(hostfile).is_file():
+            listed = Path(hostfile).read_text(encoding="utf-8", errors="replace")
+            slots = [int(count) for _, count in _SLOTS.findall(listed)]
+        machines = _count(command.launcher_value("num_nodes")) or len(slots) or 1
+        return RankCount(machines, _count(command.launcher_value("num_gpus")) or min(slots, default=there))
+    if command.starter in ("accelerate", "trl"):
+        # `num_processes` counts those of all machines
+        said = {}
+        for name in ("num_machines", "num_processes"):
+            value = command.launcher_value(name)
+            if value is None and external.command.starter == "trl":
+                value = external.said(name)
+            if value is None and external.accelerate is not None:
+                value = external.accelerate.values.get(name)
+            said[name] = _count(str(value))
+        machines = said["num_machines"] or 1
+        return RankCount(machines, max(1, (said["num_processes"] or there * machines) // machines))
+    return RankCount(1, 1 if command.starter == "python" else there)
+
+
+def visible_gpus(hardware: Hardware, environment: Mapping[str, str]) -> int:
+    """Of one machine, as many as the variables leave."""
+    for name in VISIBLE:
+        if name in environment:
+            shown = [word for word in environment[name].split(",") if word.strip()]
+            if not shown or shown[0].strip() == "-1":
+                raise ConfigError(Message("external.hides-gpus", name=name, value=environment[name]))
+            return min(len(shown), hardware.gpus_per_node)
+    return hardware.gpus_per_node
+
+
+def _count(word: str | None) -> int | None:
+    return int(word) if word is not None and word.isdigit() and int(word) > 0 else None

@@ -3,29 +3,36 @@
 The program is the first process of a session of its own, so that a Ctrl-C at the terminal reaches us alone and is
 passed on once. Launchers start ranks in further sessions (torchrun does), which no signal to a group would reach:
 every process of ours carries a mark in its environment, and is found by that.
+
+It hangs when its output has not grown, and none of its processes has used the CPU or a GPU, for as long as the user
+allows. A collective that spins on a GPU for ever looks busy from here, and is left to the trainer's own timeout.
+Before it is ended, every process is asked where it stands: by py-spy where that is installed and may look; otherwise
+the kernel tells what call each waits in, which is little, and says so.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
 from tightfit.hardware.machine import occupancy
+from tightfit.hardware.probes import probe_cards
 from tightfit.inputs.surroundings import inherited
 from tightfit.messages import Message
 from tightfit.owned import open_own
 from tightfit.runs.cause import KernelRecord, KernelSaid
-from tightfit.runs.external.hang import Stillness, Stuck, ask_for_stacks
-from tightfit.runs.processes import MARK, Guard, carriers_of, resident_bytes, tell, tell_one
+from tightfit.runs.processes import MARK, PROC, Guard, carriers_of, end_carriers, resident_bytes, stat_of, tell
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError
 
@@ -34,14 +41,11 @@ LOOK_S = 0.05
 HOST_EVERY_S, GPU_EVERY_S = 1.0, 5.0
 _PIECE = 65_536
 _LINE_S = 1.0  # for a line to be whole before it goes to the log
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Streams:
-    """Where the program's two outputs go on to."""
-
-    out: BinaryIO
-    err: BinaryIO
+BUSY_SHARE = 0.05  # of a core, for all processes together: what agents and watchers use that only wait is less
+STACKS = "stacks.txt"
+_SPY_S = 20.0
+_BATON = re.compile(r"\bwait \(\S*torch/utils/file_baton\.py")
+_SPIED = re.compile(r"^    (?P<place>.+ \(.+:\d+\))$", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -66,29 +70,27 @@ class Gone:
     stuck: Stuck | None = None  # it was ended because it did not move any more; None: not for that
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandStart:
-    """What is started, and how it is watched."""
-
-    words: Sequence[str]
-    changes: Mapping[str, str]  # of its environment
-    mark: str  # by which its processes are known
-    log: Path
-    hang_timeout_s: float | None = None  # None: nobody asked whether it hangs
-
-
-def start_and_stay(start: CommandStart, streams: Streams, signals: Signals) -> Gone:
-    """Run it to its end, to the user's second signal, or until it hangs."""
-    mark, log = start.mark, start.log
+def start_and_stay(
+    words: Sequence[str],
+    changes: Mapping[str, str],
+    streams: tuple[BinaryIO, BinaryIO],
+    signals: Signals,
+    *,
+    mark: str,
+    log: Path,
+    hang_timeout_s: float | None = None,
+) -> Gone:
+    """Run it to its end, to the user's second signal, or until it hangs. `changes`: of its environment; `streams`:
+    where its two outputs go on to; `mark`: by which its processes are known."""
     kernel = KernelRecord()
     try:
         with open_own(log, "wb") as kept, Guard(mark):
-            process = _spawn(start.words, {**start.changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
-            watch = ProcessWatch(mark, log, start.hang_timeout_s)
+            process = _spawn(words, {**changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
+            watch = ProcessWatch(mark, log, hang_timeout_s)
             lock = threading.Lock()
             assert process.stdout is not None
             assert process.stderr is not None
-            pairs = ((process.stdout, streams.out), (process.stderr, streams.err))
+            pairs = zip((process.stdout, process.stderr), streams, strict=True)
             pumps = [threading.Thread(target=_pump, args=(*pair, kept, lock), daemon=True) for pair in pairs]
             for pump in pumps:
                 pump.start()
@@ -148,22 +150,12 @@ def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: 
 
 def _end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
     """Whatever is left of it: asked first, then ended."""
-    deadline, told = time.monotonic() + grace_s, False
-    while True:
-        process.poll()
-        left = carriers_of(mark)
-        if not left and process.returncode is not None:
-            return
-        if not told:
-            for pid in left:
-                tell_one(pid, signal.SIGTERM)
-            told = True
-        elif time.monotonic() > deadline:
-            for pid in left:
-                tell_one(pid, signal.SIGKILL)
-            tell(process.pid, signal.SIGKILL)
-            process.wait()
-        time.sleep(LOOK_S)
+    end_carriers(mark, grace_s)
+    try:
+        process.wait(grace_s)  # one whose environment nobody can read
+    except subprocess.TimeoutExpired:
+        tell(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # --- its output ---------------------------------------------------------------------------------
@@ -241,3 +233,111 @@ class ProcessWatch:
         silent_s = None if self._still is None else self._still.look(pids)
         if silent_s is not None:
             self.stuck = ask_for_stacks(pids, silent_s, self._folder)
+
+
+# --- whether it moves ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stuck:
+    """A program that was ended because it did not move any more."""
+
+    silent_s: float
+    stands: tuple[tuple[int, str], ...]  # a line for each process: where it stands
+    how: Message  # who said so, and what could not be said
+    told: bool  # whether the Python stacks are known
+    waits_for_a_build: bool  # whether one waits for torch's lock on a part that is compiled
+
+
+class Stillness:
+    """Notes when the program last did anything."""
+
+    def __init__(
+        self,
+        log: Path,
+        timeout_s: float,
+        uses_gpu: Callable[[Sequence[int]], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._timeout, self._clock = log, timeout_s, clock
+        self._uses_gpu = uses_gpu or uses_a_gpu
+        self._size = -1
+        self._spent: dict[int, float] = {}
+        self._moved = self._looked = clock()
+
+    def look(self, pids: Sequence[int]) -> float | None:
+        """For how many seconds nothing has moved, where that is too long."""
+        now, before = self._clock(), self._looked
+        self._looked = now
+        size = self._log.stat().st_size if self._log.exists() else 0
+        spent = {pid: 0.0 if (stat := stat_of(pid)) is None else stat.cpu_s for pid in pids}
+        used = sum(max(0.0, seconds - self._spent.get(pid, 0.0)) for pid, seconds in spent.items())
+        busy = used > BUSY_SHARE * max(now - before, 1e-3)
+        if size != self._size or busy or set(spent) != set(self._spent):
+            self._moved = now
+        self._size, self._spent = size, spent
+        if now - self._moved <= self._timeout:
+            return None
+        if self._uses_gpu(pids):
+            self._moved = now
+            return None
+        return now - self._moved
+
+
+def uses_a_gpu(pids: Sequence[int]) -> bool:
+    """Whether a card computes on which one of these is; where nobody says who is on a card, whether any does."""
+    ours = set(pids)
+    for card in probe_cards().cards:
+        on_it = card.processes is None or any(each.pid in ours for each in card.processes)
+        if on_it and (card.use_percent or 0) > 0:
+            return True
+    return False
+
+
+def ask_for_stacks(pids: Sequence[int], silent_s: float, place: Path) -> Stuck:
+    """Ask for the stacks of all processes, and keep what was said in the attempt's folder."""
+    spy = shutil.which("py-spy")
+    stands, texts, mute = [], [], 0
+    for pid in sorted(pids):
+        said, command = "", ""
+        if spy is not None and _is_python(pid):
+            asked = [spy, "dump", "--pid", str(pid)]
+            with suppress(OSError, subprocess.TimeoutExpired):
+                done = subprocess.run(
+                    asked, capture_output=True, text=True, errors="replace", timeout=_SPY_S, check=False
+                )
+                said = done.stdout if done.returncode == 0 else ""
+        if said.strip():
+            frames = _SPIED.findall(said)
+            stands.append((pid, frames[0] if frames else "no Python frame"))
+        else:
+            mute += _is_python(pid)
+            # the call in which the process waits, and the kernel's own stack where this user may read it
+            entry, found = PROC / str(pid), []
+            with suppress(OSError):
+                name = (entry / "wchan").read_text(encoding="ascii", errors="replace").strip()
+                found.append(f"waits in {name}" if name not in ("", "0") else "waits in no call of the kernel")
+            with suppress(OSError):
+                found += (entry / "stack").read_text(encoding="ascii", errors="replace").splitlines()
+            said = "\n".join(found)
+            stands.append((pid, said.splitlines()[0] if said else "gone"))
+        with suppress(OSError):
+            words = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ")
+            command = words.decode(errors="replace").strip()
+        texts.append(f"--- process {pid}: {command}\n{said}\n")
+    with suppress(OSError):
+        (place / STACKS).write_text("\n".join(texts), encoding="utf-8")
+    how = Message("external.by-py-spy")
+    if spy is None:
+        how = Message("external.without-py-spy")
+    elif mute:
+        how = Message("external.py-spy-may-not")
+    waits = any(_BATON.search(text) for text in texts)
+    told = spy is not None and not mute
+    return Stuck(silent_s=silent_s, stands=tuple(stands), how=how, told=told, waits_for_a_build=waits)
+
+
+def _is_python(pid: int) -> bool:
+    with suppress(OSError):
+        return "python" in os.path.basename((PROC / str(pid) / "exe").readlink())
+    return False

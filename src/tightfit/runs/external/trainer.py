@@ -3,22 +3,28 @@
 The same where the cause may pass, with another config beside the old one where memory was missing, from the trainer's
 own newest checkpoint where it can resume from that. Whatever cannot be carried over or written is a reason to stop,
 with the change that would help.
+
+Hugging Face's Trainer writes `checkpoint-N` folders, `trainer_state.json` near the end of each. A process that is
+killed while it writes leaves half of one, so every file whose length can be known is measured.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Evidence, Line, LogSource, RankExit, Verdict
 from tightfit.formats.recognise import read_known_config
+from tightfit.inputs.records import parse_json, read_json
 from tightfit.inputs.surroundings import inherited
 from tightfit.job.known import KnownConfig, completed
 from tightfit.messages import Listing, Message, Said, bare, text
@@ -26,10 +32,19 @@ from tightfit.planner.step_down import Shortfall
 from tightfit.runs.build_lock import clear, find_left_locks
 from tightfit.runs.cause import NUMBERS, blame_build_lock, rule_out_memory
 from tightfit.runs.events import AttemptFailed, Tally
-from tightfit.runs.external.config import Edits, ExternalTraining, batch_of, edits_of, knobs_of, written
-from tightfit.runs.external.ladder import NextConfig, rungs, would_help
-from tightfit.runs.external.process import CommandStart, Gone, MemoryPeak, Streams, start_and_stay
-from tightfit.runs.external.resume import Kept, kept_by, means_of, output_of, saves_itself
+from tightfit.runs.external.config import (
+    Edits,
+    ExternalTraining,
+    NextConfig,
+    batch_of,
+    edits_of,
+    knobs_of,
+    rungs,
+    would_help,
+    written,
+)
+from tightfit.runs.external.process import Gone, MemoryPeak, start_and_stay
+from tightfit.runs.external.script import RESUME, Resumes
 from tightfit.runs.records import AttemptRecord, attempt_path
 from tightfit.runs.run import Outcome, Signals, State
 from tightfit.runs.supervise import LONGEST_WAIT_S, Attempt, Decision, Policy, stop, without_smaller
@@ -39,6 +54,10 @@ LOG = "command.log"
 _PROGRESS = re.compile(rb"\b(\d{1,9})/\d{1,9} \[\d")
 _TAIL_BYTES = 65_536
 NO_RESULT = 1  # the exit code where the program says 0 and what it trained is no numbers
+_FOLDER = re.compile(r"checkpoint-(\d+)$")
+_STATE = "trainer_state.json"
+_PLACES = ("output_dir", "save_dir", "checkpoint_dir", "output", "save")
+_LATEST = "latest"
 
 
 class Advisor(Protocol):
@@ -69,7 +88,7 @@ class ExternalTrainer:
 
     external: ExternalTraining  # as it was started last
     folder: Path
-    streams: Streams
+    streams: tuple[BinaryIO, BinaryIO]  # where its output and its errors go on to
     say: Callable[[str], None]
     advisor: Advisor
     policy: Policy
@@ -117,15 +136,16 @@ class ExternalTrainer:
         place = attempt_path(self.folder, number).with_suffix("")
         place.mkdir(parents=True, exist_ok=True)
         self.begun(self.external)
-        start = CommandStart(
-            words=self.external.command.words,
-            changes=self.external.environment,
+        began = time.time()
+        gone = start_and_stay(
+            self.external.command.words,
+            self.external.environment,
+            self.streams,
+            self.signals,
             mark=self.mark,
             log=place / LOG,
             hang_timeout_s=self.policy.hang_timeout_s,
         )
-        began = time.time()
-        gone = start_and_stay(start, self.streams, self.signals)
         self.peak.host_bytes = max(self.peak.host_bytes, gone.peak.host_bytes)
         for word, size in gone.peak.gpu_bytes.items():
             self.peak.gpu_bytes[word] = max(self.peak.gpu_bytes.get(word, 0), size)
@@ -168,18 +188,8 @@ class ExternalTrainer:
         if interrupted:
             return "interrupted", None
         # what the fixes of a diagnosis should fit
-        now = knobs_of(self.external)
-        known = KnownConfig(
-            stage=now.stage,
-            offload_optimizer=now.offload_optimizer,
-            offload_param=now.offload_param,
-            pin_memory=now.pin_memory,
-            micro_batch=now.micro_batch,
-            accumulation=now.accumulation,
-            sequence=now.sequence,
-            checkpointing=now.checkpointing,
-            trainer="huggingface" if self.external.is_hugging_face and not self.external.files else None,
-        )
+        trainer = "huggingface" if self.external.is_hugging_face and not self.external.files else None
+        known: KnownConfig = replace(knobs_of(self.external), trainer=trainer)
         for path in self.external.files:
             try:
                 known = completed(known, read_known_config(path))
@@ -340,3 +350,90 @@ def _because(*reasons: Said) -> Message:
     """Sentences of others lose their full stops."""
     plain = (Message("external.bare", said=said) if isinstance(said, Message) else bare(said) for said in reasons)
     return Message("runs.several", parts=Listing(plain, ";"))
+
+
+# --- its checkpoints ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint of the trainer's."""
+
+    path: Path
+    step: int
+    max_steps: int | None
+    has_optimizer: bool
+    adapter: bool  # it holds adapters, and not a whole model
+
+
+def kept_by(external: ExternalTraining) -> Kept | None:
+    """The newest whole checkpoint; None: there is none that is known."""
+    folder = output_of(external)
+    if folder is None or not folder.is_dir():
+        return None
+    numbered = [(int(found[1]), path) for path in folder.iterdir() if (found := _FOLDER.search(path.name))]
+    for step, path in sorted(numbered, reverse=True):
+        kept = _whole(path, step)
+        if kept is not None:
+            return kept
+    return None
+
+
+def output_of(external: ExternalTraining) -> Path | None:
+    named = next((text for name in _PLACES if (text := external.said_text(name)) is not None), None)
+    return None if named is None else Path(named).expanduser()
+
+
+def saves_itself(external: ExternalTraining) -> Path | None:
+    """A folder of DeepSpeed's own checkpoints, which only the script knows how to read."""
+    folder = output_of(external)
+    return folder if folder is not None and (folder / _LATEST).is_file() else None
+
+
+def means_of(external: ExternalTraining) -> Resumes:
+    """How the trainer goes on from a checkpoint. A flag that its script does not hand on tells it nothing."""
+    if external.is_llamafactory:
+        return "told"
+    found = external.script.resumes
+    if found == "none" and not external.script.calls_plain_train and external.command.flag(RESUME) is not None:
+        return "told"
+    return "none" if found == "told" and not external.takes(RESUME) else found
+
+
+def _whole(path: Path, step: int) -> Kept | None:
+    try:
+        state = read_json(path / _STATE)
+        if state["global_step"] != step:
+            return None
+        names = {entry.name for entry in path.iterdir()}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    sharded = path / f"global_step{step}"
+    models = [path / name for name in names if name.endswith(".safetensors")]
+    packed = [path / name for name in names if name.endswith((".pt", ".bin", ".pth")) and name != "training_args.bin"]
+    packed += list(sharded.glob("*.pt"))
+    weights = bool(models) or sharded.is_dir() or any(name.endswith(".bin") for name in names - {"training_args.bin"})
+    if not weights or not all(map(_is_safetensors, models)) or not all(map(zipfile.is_zipfile, packed)):
+        return None
+    most = state.get("max_steps")
+    return Kept(
+        path=path,
+        step=step,
+        max_steps=most if isinstance(most, int) else None,
+        has_optimizer=sharded.is_dir() or "optimizer.pt" in names or "optimizer.bin" in names,
+        adapter="adapter_config.json" in names,
+    )
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether the file is as long as its head says."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                return False
+            head = parse_json(file.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
+        return bool(path.stat().st_size == 8 + length + max(ends, default=0))
+    except (OSError, ValueError, KeyError, TypeError, struct.error, AttributeError, RecursionError):
+        return False
