@@ -17,7 +17,7 @@ import pytest
 from sample_logs import CORPUS, HEALTHY
 
 from tightfit.cli import main
-from tightfit.runs.evidence import rank_of
+from tightfit.runs.cause import rank_of
 from tightfit.runs.processes import this_host
 from tightfit.runs.records import AttemptRecord, RunRecord, write_attempt
 

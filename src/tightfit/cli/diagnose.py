@@ -29,7 +29,7 @@ from tightfit.inputs.spelling import nearest
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, text
 from tightfit.owned import name_errors
-from tightfit.runs.evidence import RunQuestion, of_run, rank_of
+from tightfit.runs.cause import RunQuestion, of_run, rank_of
 from tightfit.runs.watching import damaged
 from tightfit.types import ConfigError, UserError
 

@@ -124,7 +124,6 @@ def _can_be_seen(path: Path) -> bool:
     real = Path(os.path.realpath(path))
     around = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
     deepest = max(reversed(around), key=lambda part: len(part.mountpoint), default=None)  # the last hides the others
-    try:
+    with suppress(OSError):
         return deepest is not None and deepest.fstype in OWN_DISKS and path.stat().st_uid == os.geteuid()
-    except OSError:
-        return False
+    return False

@@ -8,6 +8,10 @@ so, or where this user may not read what it says.
 The kernel's record has two sources, of which this user may be allowed neither: its log, and the counter of killed
 processes that the memory group of this process has. Both are remembered at the start, so that only what comes later
 counts.
+
+What `tightfit diagnose RUN` goes by are the logs, last words and exit codes that a run has left in its folder. How a
+run ended is not always to be read in its logs. One that was asked to stop has nothing wrong with it, although its ranks
+left with a code; one whose own process was killed had nobody left to write down what happened.
 """
 
 from __future__ import annotations
@@ -21,15 +25,30 @@ from pathlib import Path
 
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Evidence, Fix, Kind, Line, LogSource, OomNumbers, RankExit, Verdict
+from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.formats.worker.read import WORKER_FILE, find_worker
+from tightfit.inputs.records import find_record
 from tightfit.job.known import KnownConfig
-from tightfit.messages import Message, Said
+from tightfit.messages import Message, Said, say, text
 from tightfit.runs import build_lock
+from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Beat
 from tightfit.runs.launch import RankStart
-from tightfit.runs.records import BUG, Cause, LastWords
+from tightfit.runs.records import (
+    ATTEMPTS,
+    BUG,
+    USERS,
+    AttemptRecord,
+    Cause,
+    LastWords,
+    RunFolder,
+    RunRecord,
+    attempt_paths,
+    read_last_words,
+    read_run,
+)
 from tightfit.runs.run import Outcome
-from tightfit.types import STAGES
+from tightfit.types import STAGES, ConfigError
 
 KMSG = Path("/dev/kmsg")
 GROUPS = Path("/sys/fs/cgroup")
@@ -109,32 +128,24 @@ class KernelRecord:
 
 def _counter(groups: Path, memberships: Path) -> Path | None:
     """The file that counts, of the new kind of groups or of the old one."""
-    try:
-        rows = [line.split(":", 2) for line in memberships.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return None
-    for _, kinds, path in rows:
-        inside = path.lstrip("/")
-        if "memory" in kinds.split(","):
-            places = [groups / "memory" / inside / "memory.oom_control", groups / "memory" / "memory.oom_control"]
-        elif not kinds:
-            places = [groups / inside / "memory.events", groups / "memory.events"]
-        else:
-            continue
-        for place in places:
-            if _kills(place) is not None:
-                return place
-    return None
+    places: list[Path] = []
+    with suppress(OSError):
+        for line in memberships.read_text(encoding="utf-8").splitlines():
+            _, kinds, path = line.split(":", 2)
+            if "memory" in kinds.split(","):
+                old, name = groups / "memory", "memory.oom_control"
+                places += [old / path.lstrip("/") / name, old / name]
+            elif not kinds:
+                places += [groups / path.lstrip("/") / "memory.events", groups / "memory.events"]
+    return next((place for place in places if _kills(place) is not None), None)
 
 
 def _kills(counter: Path | None) -> int | None:
-    if counter is None:
-        return None
-    try:
-        found = re.search(r"^oom_kill (\d+)$", counter.read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) if found else None
+    with suppress(OSError):
+        said = "" if counter is None else counter.read_text(encoding="ascii")
+        if found := re.search(r"^oom_kill (\d+)$", said, re.MULTILINE):
+            return int(found[1])
+    return None
 
 
 # --- the judgement -------------------------------------------------------------------------------
@@ -370,10 +381,10 @@ def config_of_plan(plan: Path) -> KnownConfig:
 
 def to_record(verdict: Verdict) -> Cause:
     """As an attempt's record keeps it."""
-    lines = []
-    for line in verdict.evidence[:_MOST_LINES]:
-        number = "" if line.number is None else f":{line.number}"
-        lines.append(f"{line.source}{number}: {line.text}")
+    lines = [
+        f"{line.source}{'' if line.number is None else f':{line.number}'}: {line.text}"
+        for line in verdict.evidence[:_MOST_LINES]
+    ]
     return Cause(
         id=verdict.id,
         kind=verdict.kind,
@@ -383,3 +394,90 @@ def to_record(verdict: Verdict) -> Cause:
         phase=verdict.phase,
         evidence=tuple(lines),
     )
+
+
+# --- what a run has left ------------------------------------------------------------------------
+
+
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker|proc|local_rank)[-_.]?(\d{1,5})(?!\d)", re.IGNORECASE)
+PARTS = ("run.json", "events.jsonl", "errors", "model", CHECKPOINTS, "logs", "plan")
+"""By one of which a folder may be a run's, for whoever only reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What the run's own record says, where the logs alone would mislead."""
+
+    sentence: str
+    well: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunQuestion:
+    """What is to be diagnosed."""
+
+    evidence: Evidence
+    plan: Path | None = None  # of a run of ours: what was planned
+    ending: Ending | None = None
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank in a log's name, or of torchrun's folders (`attempt_0/3/stderr.log`)."""
+    found = _RANK.search(path.name)
+    if found is not None:
+        return int(found[1])
+    if path.name in ("stderr.log", "stdout.log") and path.parent.name.isdigit():
+        return int(path.parent.name)
+    return None
+
+
+def of_run(path: Path) -> RunQuestion:
+    """Logs, last words and exit code of a run of ours."""
+    if not any((path / name).exists() for name in PARTS):
+        inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
+        hint = text("cli.name-logs", inside=inside[0]) if inside else text("cli.name-log-file")
+        raise ConfigError(Message("cli.run-s-folder", path=path, hint=hint))
+    folder, record = RunFolder(path), read_run(path)
+    numbered = [each for each in (path / ATTEMPTS).glob("*") if each.is_dir() and each.name.isdigit()]
+    newest = max(numbered, key=lambda each: int(each.name), default=None)
+    # Another trainer's logs lie with its attempts, also when it ended well; ours are moved there after a failure.
+    in_attempts = record is None or record.state != "done" or record.kind != "train"
+    failed = newest if in_attempts and newest is not None and not any((path / "logs").glob("*.log")) else None
+    logs = sorted(log for log in (failed or path / "logs").rglob("*.log") if log.is_file())
+    sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
+    errors = failed / "errors" if failed else folder.errors
+    for words in read_last_words(errors, 0.0):
+        name = str((errors / f"rank-{words.rank}.json").relative_to(path))
+        said = f"{'tightfit: ' if words.kind in USERS else ''}{say(words.text, 'en')}"  # as the catalogue knows it
+        sources.append(LogSource(name=name, text=said, rank=words.rank))
+    # How the ranks of the last attempt ended. Nobody kept the time; those that a signal ended had not been told to.
+    paths = attempt_paths(path)
+    attempt = find_record(paths[-1], AttemptRecord) if paths else None
+    codes = () if attempt is None else attempt.exit_codes
+    exits = tuple(RankExit(rank=rank, code=code, at=float(code >= 0)) for rank, code in enumerate(codes))
+    if not exits and record is not None and record.exit_code is not None:
+        exits = (RankExit(rank=None, code=record.exit_code, at=0.0),)
+    ending = _read_ending(path, record)
+    if ending is not None:  # the codes of ranks that were told to end, or of an attempt before, prove nothing
+        exits = (RankExit(rank=None, code=0, at=0.0),) if ending.well else ()
+    if not sources and not exits and read_planned_footprint(folder.plan) is None:
+        raise ConfigError(Message("cli.holds-logs-run", path=path))
+    evidence = Evidence(logs=tuple(sources), exits=exits, config=config_of_plan(folder.plan))
+    return RunQuestion(evidence=evidence, plan=folder.plan, ending=ending)
+
+
+def _read_ending(path: Path, record: RunRecord | None) -> Ending | None:
+    """None: it is done or has failed, which the logs and exit codes tell in full, or there is no record."""
+    if record is None or record.state not in ("stopped", "running"):
+        return None
+    kept = written_first(path)
+    goes_on = text("cli.same-command-begins")
+    if kept is not None:
+        goes_on = text("cli.checkpoint-step-kept", kept=step_of(kept))
+    if record.state == "stopped":
+        return Ending(sentence=text("cli.run-asked-stop", goes_on=goes_on), well=True)
+    if record.lives is None:
+        return None
+    if record.lives:
+        return Ending(sentence=text("cli.run-still-going"), well=True)
+    return Ending(sentence=text("cli.run-s-own", pid=record.pid, goes_on=goes_on), well=False)

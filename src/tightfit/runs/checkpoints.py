@@ -124,9 +124,6 @@ def _own_digest(tree: Mapping[str, Any]) -> str:
     return digest(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode())
 
 
-# --- names ---------------------------------------------------------------------------------------
-
-
 def folder_of(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step-{step:08d}"
 
@@ -278,9 +275,6 @@ def read_state(folder: Path) -> dict[str, Any]:
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int | float) or epoch < 0):
         raise Torn(Message("runs.its-epoch", name=STATE, epoch=repr(epoch)))
     return tree
-
-
-# --- which go ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,9 +486,6 @@ def verified(there: Inventory, progress: Callable[[FoundCheckpoint, int], None])
             if found.folder.exists():
                 judged.append(replace(found, problem=error.said, certain=not isinstance(error, Unknown)))
     return replace(there, checkpoints=tuple(judged))
-
-
-# --- which go ------------------------------------------------------------------------------------
 
 
 def keeping_of(run: Path) -> Keeping:

@@ -267,10 +267,9 @@ def attempt_line(event: AttemptBegan | AttemptFailed, at: float) -> str:
 
 
 def _tree(line: bytes) -> Any:
-    try:
+    with suppress(ValueError):
         return parse_json(line.decode("utf-8", "replace"))
-    except ValueError:
-        return None
+    return None
 
 
 def _event(values: Any) -> Event | None:
@@ -372,10 +371,9 @@ def _any_number(value: object) -> float | None:
     """A loss may be NaN, which has to be shown."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
+    with suppress(OverflowError):
         return float(value)
-    except OverflowError:
-        return None
+    return None
 
 
 def _number(value: object) -> float | None:

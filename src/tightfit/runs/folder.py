@@ -105,8 +105,6 @@ WEIGHTS_CACHE: Ours = Patterns(
     rf"{_CONVERTED}|\.{_CONVERTED}\.partial",
 )
 
-# --- a run --------------------------------------------------------------------------------------
-
 
 class RunFiles:
     """What of a run's folder is ours."""
@@ -189,9 +187,6 @@ def _has_events(path: Path) -> bool:
     return isinstance(first, AttemptBegan)
 
 
-# --- a run's folder ------------------------------------------------------------------------------
-
-
 AUTO, NONE = "auto", "none"
 """Words for where to begin: at the newest checkpoint of the folder, where there is one; at the beginning. Anything else
 is the path of a checkpoint, or of a run's folder."""
@@ -254,9 +249,6 @@ def _is_stranger(place: Path) -> bool:
         return place.is_symlink() or not place.is_file()
     folders = ("logs", "errors", "plan", "heartbeats", "attempts", "model", *HALF)
     return place.name in folders and (place.is_symlink() or not place.is_dir())
-
-
-# --- going on from a checkpoint -----------------------------------------------------------------
 
 
 def goes_on(path: Path, resume: str, *, more: bool = False) -> int | None:

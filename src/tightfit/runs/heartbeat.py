@@ -108,7 +108,7 @@ def beat_path(run: Path, rank: int) -> Path:
 
 def read_beat(run: Path, rank: int) -> Beat | None:
     """None: it has not begun to give any."""
-    try:
+    with suppress(OSError, ValueError):  # not there, or half written
         with open_regular(beat_path(run, rank)) as file:
             words = file.read(_LENGTH).decode("ascii", errors="replace").split()
         count, stage, step, micro, *said = words
@@ -116,8 +116,7 @@ def read_beat(run: Path, rank: int) -> Beat | None:
             return None
         last = said[0] if said else None
         return Beat(rank=rank, count=int(count), stage=stage, step=int(step), micro=int(micro), last_word=last)
-    except (OSError, ValueError):  # not there, or half written
-        return None
+    return None
 
 
 def clear_beats(run: Path, ranks: Iterable[int]) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from tightfit.formats.launch.environment import HIP, allocator, host
 from tightfit.formats.worker.read import WORKER_FILE
@@ -104,9 +103,7 @@ class Ranks:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end(grace_s=GRACE_S if kind is None else 1.0)
 
     @property
@@ -232,21 +229,17 @@ def rank_starts(
         if worker.vendor in HIP or sight.variable != "CUDA_VISIBLE_DEVICES":
             shared["CUDA_VISIBLE_DEVICES"] = None  # HIP obeys it too, and two that differ leave no GPU
         shared[sight.variable] = ",".join(sight.words)
-    starts = []
-    for local in range(here):
-        rank = meeting.node * here + local
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local)}
-        name = f"rank-{rank}"
-        starts.append(
-            RankStart(
-                name=name,
-                rank=rank,
-                command=tuple(command),
-                environment=inherited({**shared, **own}),
-                log=folder.log(name),
-            )
+    first = meeting.node * here
+    return [
+        RankStart(
+            name=f"rank-{rank}",
+            rank=rank,
+            command=tuple(command),
+            environment=inherited({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank - first)}),
+            log=folder.log(f"rank-{rank}"),
         )
-    return starts
+        for rank in range(first, first + here)
+    ]
 
 
 def launcher_start(folder: RunFolder, meeting: Meeting, options: Sequence[str]) -> RankStart:

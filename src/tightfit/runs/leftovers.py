@@ -85,9 +85,6 @@ class DeadRun:
     last: float  # when it was last heard of; both in seconds since the epoch
 
 
-# --- which runs ---------------------------------------------------------------------------------
-
-
 def runs_below(places: Iterable[Path]) -> list[Path]:
     """The folders of runs at and below these, not far down."""
     found: dict[Path, None] = {}
@@ -203,9 +200,6 @@ def _dead(run: Path) -> DeadRun | None:
     return DeadRun(folder=run, first=first, last=max(times))
 
 
-# --- what a run leaves in its folder ------------------------------------------------------------
-
-
 def _find_staging(run: Path) -> list[Leftover]:
     """What was being written when its writer was killed. A checkpoint that was set aside to be replaced stays for as
     long as it is the only whole one of its step."""
@@ -226,9 +220,6 @@ def _find_staging(run: Path) -> list[Leftover]:
         for path, names in places.items()
         if os.path.lexists(path)
     ]
-
-
-# --- shared memory ------------------------------------------------------------------------------
 
 
 def _segments(dead: Sequence[DeadRun], going: frozenset[int]) -> list[Leftover]:
@@ -291,9 +282,6 @@ def _list_open_files(since: float, going: frozenset[int] = frozenset()) -> froze
     return frozenset(found)
 
 
-# --- the cache ----------------------------------------------------------------------------------
-
-
 def cached_things(cache: Path) -> list[Path]:
     """What can be made again: measured corrections of plans, data as tokens, converted weights."""
     found = []
@@ -313,13 +301,9 @@ def _thing(kind: Kind, path: Path, because: Message, names: Ours | None = None, 
 
 
 def _glob(folder: Path, pattern: str) -> list[Path]:
-    try:
+    with suppress(OSError):
         return sorted(folder.glob(pattern))
-    except OSError:
-        return []
-
-
-# --- away with it -------------------------------------------------------------------------------
+    return []
 
 
 def remove(leftover: Leftover) -> Said | None:

@@ -169,9 +169,6 @@ def check_unlocked(folder: Path, *, here: bool = False) -> None:
             raise InUse(who, Message("runs.other-or-take-over"))
 
 
-# --- who holds it -------------------------------------------------------------------------------
-
-
 def _judge(file: int, folder: Path, job: str | None, *, take_over: bool, say: Say) -> Owner | None:
     """Return when its holder has gone: what it said last."""
     owner = _owner(file)
@@ -214,9 +211,6 @@ def _is_held(file: int, folder: Path, job: str | None) -> bool:
         return False
     sees = kernel == "held" or owner.space == _space()
     return not (owner.is_here and sees)
-
-
-# --- the file -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -305,17 +299,15 @@ def _read_path(path: Path) -> Owner | None:
 
 
 def _space() -> str | None:
-    try:
+    with suppress(OSError):
         return os.readlink(PROC / "self" / "ns" / "pid")
-    except OSError:
-        return None
+    return None
 
 
 def _is(path: Path, file: int) -> bool:
-    try:
+    with suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(file))
-    except OSError:
-        return False
+    return False
 
 
 def _say(text: str) -> None:

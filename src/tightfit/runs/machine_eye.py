@@ -88,9 +88,6 @@ class CardStream:
                 self._process.stdout.close()
 
 
-# --- the machine ---------------------------------------------------------------------------------
-
-
 SHARE = 0.012  # of one core, that asking for the cards may take
 LEAST_TICKS = 10  # of the kernel's, over all cores, between two looks at how busy they are: fewer say nothing
 SELDOM_S = 30.0  # however dear it is, it is asked so often

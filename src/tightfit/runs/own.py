@@ -7,6 +7,7 @@ What has to be known of plans and machines is asked of a `Course`, which the ver
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -124,8 +125,6 @@ class OwnTrainer:
         newest = written_first(self.folder.path)
         return None if newest is None else step_of(newest)
 
-    # --- one attempt ----------------------------------------------------------------------------
-
     def attempt(self, number: int) -> Attempt:
         resume = self.resume
         if self.older is not None:
@@ -180,8 +179,6 @@ class OwnTrainer:
             last_step=last,
         )
 
-    # --- what follows ---------------------------------------------------------------------------
-
     def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
         if decision.action in ("smaller plan", "precision"):
             if decision.shortfall is not None:
@@ -207,31 +204,25 @@ class OwnTrainer:
             for goner in goners(inventory(run), keeping_of(run)):
                 remove_goner(goner)
                 freed += goner.bytes
-            newest = written_first(run)
-            try:
-                needed = LEAST_ROOM_BYTES if newest is None else read_manifest(newest).bytes
-            except Torn:
-                needed = LEAST_ROOM_BYTES
-            room = disk.room(run)
+            newest, needed, room = written_first(run), LEAST_ROOM_BYTES, disk.room(run)
+            if newest is not None:
+                with suppress(Torn):
+                    needed = read_manifest(newest).bytes
             if room < needed:
                 return stop(Message("runs.needs-room", folder=run, left=room / 1e6, need=needed / 1e6))
             done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
             return replace(decision, because=done)
         if decision.action == "older checkpoint":
             for folder in newest_first(self.folder.path)[1:]:
-                try:
+                with suppress(Torn):
                     checked(folder)
-                except Torn:
-                    continue
-                self.older = folder
-                why = Message("runs.goes-back", why=decision.because, name=folder.name)
-                return replace(decision, because=why)
+                    self.older = folder
+                    why = Message("runs.goes-back", why=decision.because, name=folder.name)
+                    return replace(decision, because=why)
             return stop(Message("runs.no-older-one", why=decision.because))
         if decision.step is not None:
             self.skips.add(decision.step)
         return decision
-
-    # --- telling --------------------------------------------------------------------------------
 
     def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
         append_event(self.folder, failed)

@@ -49,12 +49,11 @@ class Stat(NamedTuple):
 
 def stat_of(pid: int) -> Stat | None:
     """None: there is no such process, or no /proc. Its name stands in brackets and may hold anything, brackets too."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return Stat(fields[0] in (b"Z", b"X"), int(fields[2]), int(fields[3]), cpu_s, int(fields[19]))
-    except (OSError, ValueError, IndexError):
-        return None
+    return None
 
 
 def every_pid() -> Iterator[int]:
@@ -76,18 +75,16 @@ def mark_of(pid: int) -> str | None:
 
 def resident_bytes(pid: int) -> int | None:
     """The RAM that a process holds; None: nobody says."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         return int((PROC / str(pid) / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return None
+    return None
 
 
 def boot_id() -> str:
     """The name of this machine's run since it was switched on; empty: not known here."""
-    try:
+    with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def is_alive(pid: int, mark: str | None) -> bool:
@@ -106,12 +103,11 @@ def is_alive(pid: int, mark: str | None) -> bool:
 
 def began_at(pid: int) -> float | None:
     """When a process began, in seconds since the epoch; None: nobody says."""
-    found = stat_of(pid)
-    try:
+    with suppress(OSError, ValueError, IndexError):
         up = float((PROC / "uptime").read_bytes().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-    return None if found is None else time.time() - up + found.began_ticks / os.sysconf("SC_CLK_TCK")
+        if (found := stat_of(pid)) is not None:
+            return time.time() - up + found.began_ticks / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def members_of(sessions: frozenset[int]) -> list[int]:
@@ -136,10 +132,8 @@ def tell_one(pid: int, what: signal.Signals) -> None:
 
 def tell(group: int, what: signal.Signals) -> None:
     """Send a signal to a whole group, which may have ended meanwhile."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # macOS refuses what has ended
         os.killpg(group, what)
-    except (ProcessLookupError, PermissionError):  # macOS refuses what has ended
-        return
 
 
 # --- a rank ends with its desk -------------------------------------------------------------------

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, ClassVar, Literal
+from typing import IO, ClassVar, Literal, TypeVar
 
 from tightfit.formats.plan_folder import PLAN_FILES
 from tightfit.formats.worker.read import AGAIN, WORKER_FILE, parse_worker
@@ -62,6 +62,9 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
 
+R = TypeVar("R", bound="RunRecord")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     SCHEMA: ClassVar[int] = 1
@@ -76,7 +79,7 @@ class RunRecord:
     exit_code: int | None = None
 
     @classmethod
-    def begin(cls, command: tuple[str, ...]) -> RunRecord:
+    def begin(cls: type[R], command: tuple[str, ...]) -> R:
         return cls(command=command, pid=os.getpid(), host=this_host(), started=now(), state="running")
 
     @property
@@ -113,10 +116,9 @@ def read_run(run: Path) -> RunRecord | None:
     tree = find_json(run / RECORD)
     if isinstance(tree, dict) and frozenset(tree) == OLD_KEYS:
         tree["schema"] = RunRecord.SCHEMA
-    try:
+    with suppress(ValueError):
         return as_record(tree, RunRecord)
-    except ValueError:
-        return None
+    return None
 
 
 def now() -> datetime:
@@ -400,7 +402,6 @@ def placed(text: str, folder: Path) -> str:
 
 def find_worker_file(plan: Path) -> WorkerFile | None:
     """That of a plan's folder; None: there is none, or none that can be read."""
-    try:
+    with suppress(ConfigError):
         return worker_file(read_text(plan / WORKER_FILE, "JSON"), str(plan / WORKER_FILE))
-    except ConfigError:
-        return None
+    return None

@@ -63,20 +63,17 @@ class Reservations:
 
     def live(self) -> tuple[Reservation, ...]:
         """Of runs that live on this machine. Entries that another machine has put there stay as they are."""
-        found = []
-        try:
+        found, paths = [], list[Path]()
+        with suppress(OSError):
             paths = sorted(self._folder.glob("*.json"))
-        except OSError:
-            return ()
         for path in paths:
             entry = find_record(path, Reservation)
-            if entry is None or entry.host != this_host():
-                continue
-            if is_alive(entry.pid, entry.mark):
-                found.append(entry)
-            else:
-                with suppress(OSError):
-                    path.unlink()
+            if entry is not None and entry.host == this_host():
+                if is_alive(entry.pid, entry.mark):
+                    found.append(entry)
+                else:
+                    with suppress(OSError):
+                        path.unlink()
         return tuple(found)
 
     @contextmanager

@@ -293,8 +293,6 @@ class Supervisor:
     def _make_result(self, outcome: Outcome, verdict: Verdict | None = None, because: Said = "") -> RunResult:
         return RunResult(outcome=outcome, records=tuple(self.records), verdict=verdict, because=because)
 
-    # --- records --------------------------------------------------------------------------------
-
     def _write(self, record: AttemptRecord) -> None:
         self.records[record.number - 1 :] = [record]
         write_attempt(self.folder, record)

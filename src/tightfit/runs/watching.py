@@ -71,9 +71,6 @@ def damaged(run: Path) -> tuple[Path, ...]:
     return (*found, *(path for path in attempt_paths(run) if find_record(path, AttemptRecord) is None))
 
 
-# --- the processes of a run ---------------------------------------------------------------------
-
-
 class RankProcess(NamedTuple):
     """A process whose output goes to a rank's log: the rank, or something that it has started."""
 
@@ -138,9 +135,6 @@ class RankEye:
                     peak = sizes.get("VmHWM", 0)
                     found.append(Rank(name=known.name, pid=known.pid, now_bytes=now, peak_bytes=peak))
         return tuple(found)
-
-
-# --- the run ------------------------------------------------------------------------------------
 
 
 def check_run(path: Path) -> Path:
@@ -269,9 +263,6 @@ class RunEye:
         }.get(record.state, Message("runs.it-ended", how=record.state))
         code = "" if record.exit_code in (None, 0) else Message("runs.with-exit-code", code=record.exit_code)
         return Message("runs.ended", how=how, at=at, code=code), record.state in ("done", "stopped")
-
-
-# --- everything that `tightfit watch` shows ------------------------------------------------------
 
 
 HOST_LOOKS = 240  # looks at the RAM that are kept for its trend

@@ -107,7 +107,7 @@ class ExternalTraining:
         flag = self.command.flag(*names)
         if flag is not None:
             return True if flag.value is None else _value(flag.value)
-        values: Mapping[str, Any] = self.settings.values if self.settings is not None else {}
+        values = _values(self.settings)
         return next((_value(values[name]) for name in names if values.get(name) is not None), None)
 
     def said_text(self, *names: str) -> str | None:
@@ -115,7 +115,7 @@ class ExternalTraining:
         flag = self.command.flag(*names)
         if flag is not None:
             return flag.value
-        values: Mapping[str, Any] = self.settings.values if self.settings is not None else {}
+        values = _values(self.settings)
         return next((str(values[name]) for name in names if values.get(name) is not None), None)
 
     def takes(self, name: str) -> bool:
@@ -165,10 +165,8 @@ def deepspeed_name(external: ExternalTraining) -> str | None:
     """The DeepSpeed JSON as the user wrote it; None: there is none."""
     flag = _deepspeed_flag(external)
     own = external.command.launcher_flag("deepspeed_config_file")
-    block = external.accelerate.values.get("deepspeed_config") if external.accelerate is not None else None
-    inside = block.get("deepspeed_config_file") if isinstance(block, dict) else None
-    in_file = external.settings.values.get("deepspeed") if external.settings is not None else None
-    for place in (flag and flag.value, own and own.value, in_file, inside):
+    inside = _accelerate_block(external).get("deepspeed_config_file")
+    for place in (flag and flag.value, own and own.value, _values(external.settings).get("deepspeed"), inside):
         if isinstance(place, str) and place.endswith(_JSON):
             return place
     return None
@@ -267,7 +265,7 @@ def batch_of(external: ExternalTraining) -> Batch:
     doubt = _doubt(external)
     if doubt is not None:
         return Batch(because=doubt)
-    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
+    values = _values(external.deepspeed)
     said = {name: external.said(name) for name in (MICRO, ACCUMULATION)}
     for name, value in said.items():
         if value is not None and whole(value) is None:
@@ -351,7 +349,7 @@ def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
     trainer: dict[str, Any] = {}
     engine: dict[str, Any] = {}
     yaml_block: dict[str, Any] = {}
-    values: Mapping[str, Any] = external.deepspeed.values if external.deepspeed is not None else {}
+    values = _values(external.deepspeed)
     zero = block_in(values, "zero_optimization")
     if new.stage != now.stage and new.stage is not None:
         engine["zero_optimization.stage"] = new.stage
@@ -399,84 +397,67 @@ def edits_of(external: ExternalTraining, now: Knobs, new: Knobs) -> Edits:
 
 
 def _accelerate_block(external: ExternalTraining) -> Mapping[str, Any]:
-    return block_in(external.accelerate.values, "deepspeed_config") if external.accelerate is not None else {}
+    return block_in(_values(external.accelerate), "deepspeed_config")
+
+
+def _values(document: Document | None) -> Mapping[str, Any]:
+    return {} if document is None else document.values
 
 
 def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining, tuple[Path, ...]]:
     """The next command, and the files that were written for it beside the old ones."""
     files: list[Path] = []
+    command, environment, settings = external.command, external.environment, external.settings
     trainer = {key: value for key, value in edits.trainer.items() if external.takes(key)}
-    if edits.deepspeed:
-        external, trainer, made = _with_deepspeed(external, edits.deepspeed, trainer)
-        files += made
-    command = external.command
+    accelerate = dict(edits.accelerate)
+    if edits.deepspeed and external.deepspeed is not None:
+        made = beside(external.deepspeed.path)
+        files.append(write_beside(made, json_with(external.deepspeed.values, edits.deepspeed)))
+        new = _name_like(str(deepspeed_name(external)), made)
+        own = command.launcher_flag("deepspeed_config_file")
+        if (flag := _deepspeed_flag(external)) is not None:
+            command = with_flag(command, flag.name, new)
+        elif own is not None and own.value is not None:
+            command = with_launcher_flag(command, own, new)
+        elif settings is not None and isinstance(settings.values.get("deepspeed"), str):
+            trainer["deepspeed"] = new
+        else:  # accelerate's YAML names it
+            accelerate["deepspeed_config.deepspeed_config_file"] = new
+    elif edits.deepspeed and external.is_llamafactory and settings is not None:
+        made = beside(settings.path, ".json")
+        files.append(write_beside(made, json_with(_PLAIN_DEEPSPEED, edits.deepspeed)))
+        # LLaMA-Factory starts DeepSpeed under torchrun alone, which it does not take by itself for one GPU.
+        trainer["deepspeed"], environment = str(made), {**environment, "FORCE_TORCHRUN": "1"}
     in_file: dict[str, Any] = {}
     for key, value in trainer.items():
         if value is None and command.flag(key) is not None:
             command = without_flag(command, key)
-        elif command.flag(key) is not None or (external.settings is None and value is not None):
+        elif command.flag(key) is not None or (settings is None and value is not None):
             command = with_flag(command, key, str(value))
         else:
             in_file[key] = value
-    if in_file and external.settings is not None:
-        settings, name = external.settings, beside(external.settings.path)
-        if settings.syntax == "yaml":
-            write_beside(name, yaml_text_with(settings.path.read_text(encoding="utf-8"), in_file))
-        else:
-            write_beside(name, json_with(settings.values, in_file))
-        files.append(name)
-        command = with_settings(command, _name_like(str(command.settings), name))
-    accelerate = dict(edits.accelerate)
+    if in_file and settings is not None:
+        made = beside(settings.path)
+        is_yaml = settings.syntax == "yaml"
+        old = settings.path.read_text(encoding="utf-8") if is_yaml else ""
+        files.append(
+            write_beside(made, yaml_text_with(old, in_file) if is_yaml else json_with(settings.values, in_file))
+        )
+        command = with_settings(command, _name_like(str(command.settings), made))
     if accelerate and external.accelerate is not None:
-        name = beside(external.accelerate.path)
-        files.append(write_beside(name, yaml_tree_with(external.accelerate.values, accelerate)))
+        made = write_beside(beside(external.accelerate.path), yaml_tree_with(external.accelerate.values, accelerate))
+        files += [made] if edits.accelerate else []
         flag = command.launcher_flag("config_file")
         assert flag is not None
-        command = with_launcher_flag(command, flag, _name_like(str(flag.value), name))
+        command = with_launcher_flag(command, flag, _name_like(str(flag.value), made))
     try:
-        again = replace(read_training(command), environment=external.environment)
+        again = replace(read_training(command), environment=environment)
     except UserError as error:
         raise ConfigError(Message("external.not-read-back", why=error.said)) from None
     before, after = batch_of(external), batch_of(again)
     if (before.micro or 0) * (before.accumulation or 0) != (after.micro or 0) * (after.accumulation or 0):
         raise ConfigError(Message("external.other-batch"))
     return again, tuple(files)
-
-
-def _with_deepspeed(
-    external: ExternalTraining, changes: Mapping[str, Any], trainer: dict[str, Any]
-) -> tuple[ExternalTraining, dict[str, Any], list[Path]]:
-    """The DeepSpeed file with these changes; a new one, where LLaMA-Factory had none."""
-    if external.deepspeed is None:
-        if not external.is_llamafactory or external.settings is None:
-            return external, trainer, []
-        made = beside(external.settings.path, ".json")
-        write_beside(made, json_with(_PLAIN_DEEPSPEED, changes))
-        # LLaMA-Factory starts DeepSpeed under torchrun alone, which it does not take by itself for one GPU.
-        forced = {**external.environment, "FORCE_TORCHRUN": "1"}
-        return replace(external, environment=forced), {**trainer, "deepspeed": str(made)}, [made]
-    name = beside(external.deepspeed.path)
-    write_beside(name, json_with(external.deepspeed.values, changes))
-    command = external.command
-    flag = _deepspeed_flag(external)
-    if flag is not None and flag.value is not None:
-        return replace(external, command=with_flag(command, flag.name, _name_like(flag.value, name))), trainer, [name]
-    own = command.launcher_flag("deepspeed_config_file")
-    if own is not None and own.value is not None:
-        command = with_launcher_flag(command, own, _name_like(own.value, name))
-        return replace(external, command=command), trainer, [name]
-    old = str(deepspeed_name(external))
-    if external.settings is not None and isinstance(external.settings.values.get("deepspeed"), str):
-        return external, {**trainer, "deepspeed": _name_like(old, name)}, [name]
-    # accelerate's YAML names the JSON: a YAML beside it names the new one
-    assert external.accelerate is not None
-    made = beside(external.accelerate.path)
-    changed = {"deepspeed_config.deepspeed_config_file": _name_like(old, name)}
-    write_beside(made, yaml_tree_with(external.accelerate.values, changed))
-    flag = command.launcher_flag("config_file")
-    assert flag is not None
-    command = with_launcher_flag(command, flag, _name_like(str(flag.value), made))
-    return replace(external, command=command, accelerate=read_document(made)), trainer, [name]
 
 
 _PLAIN_DEEPSPEED: dict[str, Any] = {  # what the Hugging Face layer fills in from the trainer's arguments
@@ -551,8 +532,7 @@ def rungs(external: ExternalTraining, now: Knobs, allow: frozenset[str], *, host
     if now.checkpointing is False:
         yield step(replace(now, checkpointing=True), Message("external.recomputes"))
     if now.stage is not None:
-        values = external.deepspeed.values if external.deepspeed is not None else {}
-        live = block_in(values, "zero_optimization").get("stage3_max_live_parameters")
+        live = block_in(_values(external.deepspeed), "zero_optimization").get("stage3_max_live_parameters")
         is_frugal = isinstance(live, int | float) and live <= dict(FRUGAL)["stage3_max_live_parameters"]
         if now.stage < 2:
             yield step(replace(now, stage=2), Message("external.stage", old=now.stage, new=2))

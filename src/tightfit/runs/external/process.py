@@ -158,9 +158,6 @@ def _end(process: subprocess.Popen[bytes], mark: str, grace_s: float) -> None:
         process.wait()
 
 
-# --- its output ---------------------------------------------------------------------------------
-
-
 def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock) -> None:
     """A terminal that has closed, or a disk that is full, must not stop the program.
 
@@ -188,9 +185,6 @@ def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock
                     sink.flush()
             if not piece:
                 return
-
-
-# --- its memory ---------------------------------------------------------------------------------
 
 
 class ProcessWatch:
@@ -233,9 +227,6 @@ class ProcessWatch:
         silent_s = None if self._still is None else self._still.look(pids)
         if silent_s is not None:
             self.stuck = ask_for_stacks(pids, silent_s, self._folder)
-
-
-# --- whether it moves ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

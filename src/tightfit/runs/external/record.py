@@ -8,7 +8,6 @@ earlier/N/       the attempts of a `tightfit run` that was killed, when another 
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from tightfit.messages import Message
 from tightfit.owned import replace_file
 from tightfit.runs.folder import set_aside
 from tightfit.runs.lock import FolderLock, InUse
-from tightfit.runs.processes import end_carriers, this_host
+from tightfit.runs.processes import end_carriers
 from tightfit.runs.records import ATTEMPTS, RECORD, RunRecord, now, read_run
 from tightfit.types import ConfigError
 
@@ -34,8 +33,8 @@ class ExternalRecord(RunRecord):
     """In the words of every run's `run.json`, so that whoever looks for runs finds this one."""
 
     kind: Literal["foreign"] = "foreign"  # as it has said from the first release on
-    mark: str | None  # by which its processes are known
-    last_command: tuple[str, ...]  # as it was started last: after a rescue with another config
+    mark: str | None = None  # by which its processes are known
+    last_command: tuple[str, ...] = ()  # as it was started last: after a rescue with another config
 
     def write_report(self, folder: Path, more: Mapping[str, Any], *, state: str, exit_code: int | None) -> None:
         """Whole or not at all. `more`: what was predicted and found."""
@@ -46,16 +45,7 @@ class ExternalRecord(RunRecord):
 
 
 def begin_record(command: Sequence[str], mark: str) -> ExternalRecord:
-    words = tuple(command)
-    return ExternalRecord(
-        command=words,
-        pid=os.getpid(),
-        host=this_host(),
-        started=now(),
-        state="running",
-        mark=mark,
-        last_command=words,
-    )
+    return replace(ExternalRecord.begin(tuple(command)), mark=mark, last_command=tuple(command))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,8 +130,6 @@ class ExternalTrainer:
         self._take()
         return where
 
-    # --- one attempt ----------------------------------------------------------------------------
-
     def attempt(self, number: int) -> Attempt:
         place = attempt_path(self.folder, number).with_suffix("")
         place.mkdir(parents=True, exist_ok=True)
@@ -191,10 +189,8 @@ class ExternalTrainer:
         trainer = "huggingface" if self.external.is_hugging_face and not self.external.files else None
         known: KnownConfig = replace(knobs_of(self.external), trainer=trainer)
         for path in self.external.files:
-            try:
+            with suppress(UserError):
                 known = completed(known, read_known_config(path))
-            except UserError:
-                continue
         evidence = Evidence(
             logs=(LogSource(name=str(log.relative_to(self.folder)), path=log),),
             exits=(RankExit(rank=None, code=gone.code, at=gone.at),),
@@ -208,8 +204,6 @@ class ExternalTrainer:
             said = Message("external.silent-exit", code=gone.code)
             found = Verdict(id="silent-exit", kind="unknown", cause=said, confidence="possible", evidence=(), fixes=())
         return "failed", rule_out_memory(found, gone.kernel)
-
-    # --- what follows ---------------------------------------------------------------------------
 
     def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
         if verdict.kind in NUMBERS:
@@ -323,8 +317,6 @@ class ExternalTrainer:
             return Message("external.nothing-without-leave", file=file, what=Listing(said, ";"))
         return Message("external.nothing-left", file=file)
 
-    # --- telling --------------------------------------------------------------------------------
-
     def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
         if failed.action == "stop":  # how it ends is said at the end
             return
@@ -427,7 +419,7 @@ def _whole(path: Path, step: int) -> Kept | None:
 
 def _is_safetensors(path: Path) -> bool:
     """Whether the file is as long as its head says."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, struct.error, AttributeError, RecursionError):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > path.stat().st_size:
@@ -435,5 +427,4 @@ def _is_safetensors(path: Path) -> bool:
             head = parse_json(file.read(length))
         ends = [entry["data_offsets"][1] for name, entry in head.items() if name != "__metadata__"]
         return bool(path.stat().st_size == 8 + length + max(ends, default=0))
-    except (OSError, ValueError, KeyError, TypeError, struct.error, AttributeError, RecursionError):
-        return False
+    return False
