@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tightfit.formats.beside import beside, json_with, write_beside, yaml_text_with
-from tightfit.runs.external.command import recognise, with_flag
+from tightfit.runs.external.command import recognise
 from tightfit.runs.external.config import (
     Edits,
     ExternalTraining,
@@ -72,7 +72,7 @@ def test_flags_of_launcher_and_trainer_are_kept_apart() -> None:
     ],
 )
 def test_a_flag_is_set_where_it_stands(line: str, after: str) -> None:
-    assert with_flag(recognise(tuple(line.split())), "n", "2").words == tuple(after.split())
+    assert recognise(tuple(line.split())).with_flag("n", "2").words == tuple(after.split())
 
 
 @pytest.mark.parametrize(("words", "sentence"), [((), "after --"), (("A=1", "python"), "env A=1")])

@@ -3,19 +3,10 @@ it is written down in `desk/calibration.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 
-from tightfit.planner.calibration import (
-    COMPONENT,
-    Entry,
-    Measured,
-    data_mark,
-    training_of,
-    uncorrected_bytes,
-    way_mark,
-)
+from tightfit.planner.calibration import COMPONENT, Entry, Measured, data_mark, training_of, uncorrected_bytes, way_mark
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs.events import Event, MemoryMark, Step
@@ -30,14 +21,15 @@ def learned(events: Iterable[Event], plan: Plan) -> Entry | None:
     way = plan.chosen
     if way is None:
         return None
-    seen = _Seen()
-    for event in events:
-        seen.add(event)
-    found = [*_on_gpu(seen, way)]
+    said = list(events)
+    steps = [event for event in said if isinstance(event, Step)]
+    marks = {event.milestone: event for event in said if isinstance(event, MemoryMark)}
+    found = [*_on_gpu(marks, max((step.peak_bytes or 0 for step in steps), default=0), way)]
     if way.hardware.gpu.vendor != "cpu":  # on the CPU it all is host memory
         # Of the steps: while the model is read, pages of its files count as resident.
         predicted = uncorrected_bytes(way.footprint.host.phases["step"])
-        found.append(Measured(where="host", phase="step", predicted_bytes=predicted, measured_bytes=seen.host_bytes))
+        held = max((step.host_bytes or 0 for step in steps), default=0)
+        found.append(Measured(where="host", phase="step", predicted_bytes=predicted, measured_bytes=held))
     return _entry_of(plan, way, tuple(found))
 
 
@@ -57,20 +49,6 @@ def learn_from_failure(plan: Plan, shortfall: Shortfall, held_bytes: int) -> Ent
     return _entry_of(plan, way, (found,))
 
 
-@dataclass(slots=True)
-class _Seen:
-    marks: dict[str, MemoryMark] = field(default_factory=dict)
-    peak_bytes: int = 0
-    host_bytes: int = 0
-
-    def add(self, event: Event) -> None:
-        if isinstance(event, MemoryMark):
-            self.marks[event.milestone] = event
-        elif isinstance(event, Step):
-            self.peak_bytes = max(self.peak_bytes, event.peak_bytes or 0)
-            self.host_bytes = max(self.host_bytes, event.host_bytes or 0)
-
-
 def _entry_of(plan: Plan, way: Way, measured: tuple[Measured, ...]) -> Entry | None:
     known = tuple(each for each in measured if each.predicted_bytes > 0 and each.measured_bytes > 0)
     if not known:
@@ -85,7 +63,7 @@ def _entry_of(plan: Plan, way: Way, measured: tuple[Measured, ...]) -> Entry | N
     )
 
 
-def _on_gpu(seen: _Seen, way: Way) -> Iterator[Measured]:
+def _on_gpu(marks: Mapping[str, MemoryMark], peak_bytes: int, way: Way) -> Iterator[Measured]:
     """Milestones are peaks since the first pass began, so each is one of the phase that is largest up to there.
 
     With the plain loss the first forward pass ends before the loss is at its largest, so it says nothing.
@@ -94,15 +72,15 @@ def _on_gpu(seen: _Seen, way: Way) -> Iterator[Measured]:
     errors: dict[PhaseName, int] = {}
     forward: tuple[PhaseName, ...] = ("forward", "loss")
     for milestone, phases in (("init", ("init",)), ("forward", forward), ("backward", (*forward, "backward"))):
-        mark = seen.marks.get(milestone)
+        mark = marks.get(milestone)
         if mark is None or mark.measured_bytes is None or mark.predicted_bytes is None:
             continue
         if milestone != "forward" or way.levers.loss == "fused":
             phase = max(phases, key=lambda name: gpu.phases[name].total_bytes)
             errors[phase] = mark.measured_bytes - mark.predicted_bytes + gpu.phases[phase].components.get(COMPONENT, 0)
-    last = seen.marks.get("step")
+    last = marks.get("step")
     probed = None if last is None else last.measured_bytes
-    peak = max(probed or 0, seen.peak_bytes)
+    peak = max(probed or 0, peak_bytes)
     if peak:
         errors[gpu.peak_phase] = peak - uncorrected_bytes(gpu.phases[gpu.peak_phase])
     for phase, error in errors.items():

@@ -30,23 +30,11 @@ from tightfit.formats.worker.read import WORKER_FILE, find_worker
 from tightfit.inputs.records import find_record
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, Said, say, text
-from tightfit.runs import build_lock
+from tightfit.runs import build_lock, records
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Beat
 from tightfit.runs.launch import RankStart
-from tightfit.runs.records import (
-    ATTEMPTS,
-    BUG,
-    USERS,
-    AttemptRecord,
-    Cause,
-    LastWords,
-    RunFolder,
-    RunRecord,
-    attempt_paths,
-    read_last_words,
-    read_run,
-)
+from tightfit.runs.records import BUG, USERS, AttemptRecord, Cause, LastWords, RunFolder, RunRecord
 from tightfit.runs.run import Outcome
 from tightfit.types import STAGES, ConfigError
 
@@ -437,8 +425,8 @@ def of_run(path: Path) -> RunQuestion:
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".log", ".txt", ".out", ".err"))
         hint = text("cli.name-logs", inside=inside[0]) if inside else text("cli.name-log-file")
         raise ConfigError(Message("cli.run-s-folder", path=path, hint=hint))
-    folder, record = RunFolder(path), read_run(path)
-    numbered = [each for each in (path / ATTEMPTS).glob("*") if each.is_dir() and each.name.isdigit()]
+    folder, record = RunFolder(path), records.read_run(path)
+    numbered = [each for each in (path / records.ATTEMPTS).glob("*") if each.is_dir() and each.name.isdigit()]
     newest = max(numbered, key=lambda each: int(each.name), default=None)
     # Another trainer's logs lie with its attempts, also when it ended well; ours are moved there after a failure.
     in_attempts = record is None or record.state != "done" or record.kind != "train"
@@ -446,12 +434,12 @@ def of_run(path: Path) -> RunQuestion:
     logs = sorted(log for log in (failed or path / "logs").rglob("*.log") if log.is_file())
     sources = [LogSource(name=str(log.relative_to(path)), path=log, rank=rank_of(log)) for log in logs]
     errors = failed / "errors" if failed else folder.errors
-    for words in read_last_words(errors, 0.0):
+    for words in records.read_last_words(errors, 0.0):
         name = str((errors / f"rank-{words.rank}.json").relative_to(path))
         said = f"{'tightfit: ' if words.kind in USERS else ''}{say(words.text, 'en')}"  # as the catalogue knows it
         sources.append(LogSource(name=name, text=said, rank=words.rank))
     # How the ranks of the last attempt ended. Nobody kept the time; those that a signal ended had not been told to.
-    paths = attempt_paths(path)
+    paths = records.attempt_paths(path)
     attempt = find_record(paths[-1], AttemptRecord) if paths else None
     codes = () if attempt is None else attempt.exit_codes
     exits = tuple(RankExit(rank=rank, code=code, at=float(code >= 0)) for rank, code in enumerate(codes))

@@ -15,20 +15,8 @@ from typing import Protocol
 from tightfit.diagnose.verdict import Verdict
 from tightfit.messages import Listing, Message, Said
 from tightfit.planner.step_down import Shortfall
-from tightfit.runs import disk
+from tightfit.runs import checkpoints, disk
 from tightfit.runs.cause import FailedAttempt, KernelRecord, KernelSaid, config_of_plan, find_cause
-from tightfit.runs.checkpoints import (
-    Torn,
-    checked,
-    goners,
-    inventory,
-    keeping_of,
-    newest_first,
-    read_manifest,
-    remove_goner,
-    step_of,
-    written_first,
-)
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Tally, Warned
 from tightfit.runs.folder import AUTO
 from tightfit.runs.hang import Watch
@@ -66,27 +54,21 @@ class Course(Computed, Protocol):
 
     def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
         """The ranks of the next attempt, with these options beside those that every attempt has."""
-        ...
 
     def learn(self, outcome: Outcome) -> None:
         """An attempt has measured something."""
-        ...
 
     def smaller(self, shortfall: Shortfall, verdict: Verdict) -> Changed | Refused:
         """A plan that needs less; nothing has changed until it is taken."""
-        ...
 
     def in_bf16(self) -> Changed | Refused:
         """Likewise, in another precision."""
-        ...
 
     def take(self) -> None:
         """Go on with what was found last."""
-        ...
 
     def wait_for_room(self, say: Callable[[Said], None], give_up: Callable[[], bool]) -> Refused | None:
         """Until the GPUs have room for the plan; None: they have."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +104,8 @@ class OwnTrainer:
 
     @property
     def kept_step(self) -> int | None:
-        newest = written_first(self.folder.path)
-        return None if newest is None else step_of(newest)
+        newest = checkpoints.written_first(self.folder.path)
+        return None if newest is None else checkpoints.step_of(newest)
 
     def attempt(self, number: int) -> Attempt:
         resume = self.resume
@@ -201,21 +183,21 @@ class OwnTrainer:
             return decision if refused is None else stop(refused.because)
         if decision.action == "make room":
             run, freed = self.folder.path, 0
-            for goner in goners(inventory(run), keeping_of(run)):
-                remove_goner(goner)
+            for goner in checkpoints.goners(checkpoints.inventory(run), checkpoints.keeping_of(run)):
+                checkpoints.remove_goner(goner)
                 freed += goner.bytes
-            newest, needed, room = written_first(run), LEAST_ROOM_BYTES, disk.room(run)
+            newest, needed, room = checkpoints.written_first(run), LEAST_ROOM_BYTES, disk.room(run)
             if newest is not None:
-                with suppress(Torn):
-                    needed = read_manifest(newest).bytes
+                with suppress(checkpoints.Torn):
+                    needed = checkpoints.read_manifest(newest).bytes
             if room < needed:
                 return stop(Message("runs.needs-room", folder=run, left=room / 1e6, need=needed / 1e6))
             done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
             return replace(decision, because=done)
         if decision.action == "older checkpoint":
-            for folder in newest_first(self.folder.path)[1:]:
-                with suppress(Torn):
-                    checked(folder)
+            for folder in checkpoints.newest_first(self.folder.path)[1:]:
+                with suppress(checkpoints.Torn):
+                    checkpoints.checked(folder)
                     self.older = folder
                     why = Message("runs.goes-back", why=decision.because, name=folder.name)
                     return replace(decision, because=why)

@@ -162,7 +162,6 @@ class Computed(Protocol):
     @property
     def words(self) -> Said:
         """The plan, or the command, in a line."""
-        ...
 
     @property
     def ranks(self) -> int: ...
@@ -183,23 +182,18 @@ class Trainer(Protocol):
     @property
     def kept_step(self) -> int | None:
         """The step of the newest whole checkpoint; None: there is none."""
-        ...
 
     def attempt(self, number: int) -> Attempt:
         """Start it, stay with it to the end, and judge how it ended."""
-        ...
 
     def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:
         """What was done, with what it changed, one by one; a decision to stop, where it could not be done."""
-        ...
 
     def after_failure(self, failed: AttemptFailed, changed: tuple[Said, ...]) -> None:
         """Say what follows, and put aside what the attempt has left."""
-        ...
 
     def before_next(self, number: int, changed: tuple[Said, ...]) -> None:
         """The next attempt begins: take what was found for it, and say so."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,33 +23,13 @@ from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.probes.card import Card
 from tightfit.inputs.records import find_record
 from tightfit.messages import Message, Said
-from tightfit.runs.events import (
-    AttemptBegan,
-    AttemptFailed,
-    Event,
-    Failed,
-    Follower,
-    Progress,
-    Resumed,
-    Started,
-    Step,
-    Tally,
-)
+from tightfit.runs import events, records
+from tightfit.runs.events import Event, Failed, Follower, Progress, Step, Tally
 from tightfit.runs.health import OOM_KINDS, Health, Held, Seen, judge_health
 from tightfit.runs.lines import duration, line_of
 from tightfit.runs.machine_eye import Host, MachineEye, oom_kills
 from tightfit.runs.processes import PROC, every_pid, stat_of
-from tightfit.runs.records import (
-    ATTEMPTS,
-    AttemptRecord,
-    RunFolder,
-    RunRecord,
-    WorkerFile,
-    attempt_paths,
-    find_worker_file,
-    read_attempts,
-    read_run,
-)
+from tightfit.runs.records import AttemptRecord, RunFolder, RunRecord, WorkerFile, find_worker_file, read_run
 from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.types import ConfigError
 
@@ -68,7 +48,7 @@ def damaged(run: Path) -> tuple[Path, ...]:
     plan = folder.plan / WORKER_FILE
     if plan.exists() and find_worker_file(folder.plan) is None:
         found.append(plan)
-    return (*found, *(path for path in attempt_paths(run) if find_record(path, AttemptRecord) is None))
+    return (*found, *(path for path in records.attempt_paths(run) if find_record(path, AttemptRecord) is None))
 
 
 class RankProcess(NamedTuple):
@@ -147,7 +127,7 @@ def check_run(path: Path) -> Path:
     if not os.access(place, os.R_OK | os.X_OK):
         raise ConfigError(Message("runs.may-not-be-read", path=path))
     here = RunFolder(place)
-    parts = (here.record, here.events, here.plan / WORKER_FILE, place / ATTEMPTS)
+    parts = (here.record, here.events, here.plan / WORKER_FILE, place / records.ATTEMPTS)
     if not any(part.exists() for part in parts):
         raise ConfigError(Message("runs.no-runs-folder", path=path))
     return place
@@ -203,8 +183,8 @@ class RunEye:
         self.fresh = self._follower.poll() if lives is not False else self._follower.rest()
         for event in self.fresh:
             self._add(event)
-        if self._has_changed(self.folder / ATTEMPTS):
-            self.attempts = read_attempts(self.folder)
+        if self._has_changed(self.folder / records.ATTEMPTS):
+            self.attempts = records.read_attempts(self.folder)
             # a rank that ran out of memory may have had no last words; whoever judged its end knows
             causes = [each.cause for each in self.attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
             if causes:
@@ -230,12 +210,12 @@ class RunEye:
                 self.losses.append(event.loss)
         elif isinstance(event, Progress):
             self.doing = event
-        elif isinstance(event, Started | AttemptBegan | Resumed):
+        elif isinstance(event, events.Started | events.AttemptBegan | events.Resumed):
             # Other processes, which hold what they hold from the beginning.
             self.steps.clear()
             self._rank_eye.forget()
             self.doing = self._tally.ended = None
-        elif isinstance(event, Failed | AttemptFailed) and event.kind in OOM_KINDS:
+        elif isinstance(event, Failed | events.AttemptFailed) and event.kind in OOM_KINDS:
             self.oom, self.oom_is_last = event.text, True
         if not isinstance(event, Step | Progress) and (line := line_of(event))[0]:
             self._lines.append(line)

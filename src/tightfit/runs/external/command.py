@@ -35,6 +35,13 @@ _MODULES: dict[str, Launcher] = {
     "deepspeed.launcher.runner": "deepspeed",
     "accelerate.commands.launch": "accelerate",
 }
+_LAUNCHERS: dict[str, Launcher] = {
+    "deepspeed": "deepspeed",
+    "ds": "deepspeed",
+    "torchrun": "torchrun",
+    "torchrun.exe": "torchrun",
+    "accelerate-launch": "accelerate",
+}
 _BEFORE = {"nohup": 1, "time": 1, "nice": 1, "stdbuf": 1, "env": 1, "uv": 2, "poetry": 2, "pdm": 2}
 """Programs that start another one, and how many words of theirs come first: `uv run`."""
 _SWITCHES: dict[Launcher, frozenset[str]] = {  # flags of a launcher that take no value: what follows may be the script
@@ -104,6 +111,34 @@ class Command:
     def words_shown(self) -> str:
         return " ".join(self.words)
 
+    def with_flag(self, name: str, value: str) -> Command:
+        """The same with a setting: in its place where it is there, at the end where it is not."""
+        there = self.flag(name)
+        if there is None:
+            return recognise((*self.words, f"--{name}", value))
+        dashes = name if there.bare else self.words[there.at].partition("=")[0]
+        new = [self.words[there.at], value] if there.words == 2 else [f"{dashes}={value}"]
+        return recognise((*self.words[: there.at], *new, *self.words[there.at + there.words :]))
+
+    def without_flag(self, name: str) -> Command:
+        there = self.flag(name)
+        if there is None:
+            return self
+        return recognise((*self.words[: there.at], *self.words[there.at + there.words :]))
+
+    def with_word(self, at: int, word: str) -> Command:
+        """The same with another word in this place."""
+        return recognise((*self.words[:at], word, *self.words[at + 1 :]))
+
+    def with_settings(self, name: str) -> Command:
+        """The same with another file of arguments."""
+        return self.with_flag(CONFIG, name) if self.settings_at is None else self.with_word(self.settings_at, name)
+
+    def with_launcher_flag(self, flag: Flag, value: str) -> Command:
+        if flag.words == 2:
+            return self.with_word(flag.at + 1, value)
+        return self.with_word(flag.at, f"{self.words[flag.at].partition('=')[0]}={value}")
+
 
 def recognise(words: tuple[str, ...]) -> Command:
     """What the command starts; an unknown program is one that is only watched."""
@@ -117,13 +152,10 @@ def recognise(words: tuple[str, ...]) -> Command:
         return _llamafactory(words, at + 1)
     if name == "trl" and words[at + 1 : at + 2] and words[at + 1] in _TRL:
         return _take_apart(words, "trl", None, at + 2, (at + 2, at + 2))
-    if name in ("deepspeed", "ds", "torchrun", "torchrun.exe"):
-        launcher: Launcher = "torchrun" if name.startswith("torchrun") else "deepspeed"
-        return _parse_launcher(words, at + 1, launcher)
+    if name in _LAUNCHERS:
+        return _parse_launcher(words, at + 1, _LAUNCHERS[name])
     if name == "accelerate" and words[at + 1 : at + 2] == ("launch",):
         return _parse_launcher(words, at + 2, "accelerate")
-    if name in ("accelerate-launch",):
-        return _parse_launcher(words, at + 1, "accelerate")
     if _PYTHON.search(name):
         return _python(words, at + 1)
     if name.endswith(".py"):
@@ -158,9 +190,9 @@ def _python(words: tuple[str, ...], at: int) -> Command:
         if words[at] == "-c":
             return _take_apart(words, "python", None, len(words), (began, at))
         at += 1 if words[at] in _SWITCHES["python"] or "=" in words[at] else 2
-    return (
-        _of_script(words, at, "python", began) if at < len(words) else _take_apart(words, "other", None, at, (at, at))
-    )
+    if at >= len(words):
+        return _take_apart(words, "other", None, at, (at, at))
+    return _of_script(words, at, "python", began)
 
 
 def _llamafactory(words: tuple[str, ...], at: int) -> Command:
@@ -172,8 +204,7 @@ def _llamafactory(words: tuple[str, ...], at: int) -> Command:
 def _parse_launcher(words: tuple[str, ...], at: int, launcher: Launcher) -> Command:
     began = at
     while at < len(words) and words[at].startswith("-"):
-        alone = words[at] in _SWITCHES[launcher] or "=" in words[at]
-        at += 1 if alone else 2
+        at += 1 if words[at] in _SWITCHES[launcher] or "=" in words[at] else 2
     if at >= len(words):
         return _take_apart(words, launcher, None, len(words), (began, len(words)))
     return _of_script(words, at, launcher, began)
@@ -246,38 +277,3 @@ def _flags(
 
 def _is_number(word: str) -> bool:
     return re.fullmatch(r"-?\d+(\.\d*)?([eE][+-]?\d+)?", word) is not None
-
-
-def with_flag(command: Command, name: str, value: str) -> Command:
-    """The same with a setting: in its place where it is there, at the end where it is not."""
-    there = command.flag(name)
-    if there is None:
-        return recognise((*command.words, f"--{name}", value))
-    dashes = "" if there.bare else command.words[there.at].partition("=")[0]
-    new = [command.words[there.at], value] if there.words == 2 else [f"{name if there.bare else dashes}={value}"]
-    return recognise((*command.words[: there.at], *new, *command.words[there.at + there.words :]))
-
-
-def without_flag(command: Command, name: str) -> Command:
-    there = command.flag(name)
-    if there is None:
-        return command
-    return recognise((*command.words[: there.at], *command.words[there.at + there.words :]))
-
-
-def with_word(command: Command, at: int, word: str) -> Command:
-    """The same with another word in this place."""
-    return recognise((*command.words[:at], word, *command.words[at + 1 :]))
-
-
-def with_settings(command: Command, name: str) -> Command:
-    """The same with another file of arguments."""
-    if command.settings_at is None:
-        return with_flag(command, CONFIG, name)
-    return with_word(command, command.settings_at, name)
-
-
-def with_launcher_flag(command: Command, flag: Flag, value: str) -> Command:
-    if flag.words == 2:
-        return with_word(command, flag.at + 1, value)
-    return with_word(command, flag.at, f"{command.words[flag.at].partition('=')[0]}={value}")

@@ -32,17 +32,7 @@ from tightfit.inputs.spelling import as_number
 from tightfit.job.known import KnownConfig, block_in, whole
 from tightfit.job.training_arguments import TRAINING_ARGUMENTS
 from tightfit.messages import Message, Said
-from tightfit.runs.external.command import (
-    CONFIG,
-    CONFIG_ENDS,
-    NAMES,
-    Command,
-    Flag,
-    with_flag,
-    with_launcher_flag,
-    with_settings,
-    without_flag,
-)
+from tightfit.runs.external.command import CONFIG, CONFIG_ENDS, NAMES, Command, Flag
 from tightfit.runs.external.script import ACCUMULATION, MICRO, TrainingScript
 from tightfit.types import ConfigError, Hardware, UserError
 
@@ -416,9 +406,9 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
         new = _name_like(str(deepspeed_name(external)), made)
         own = command.launcher_flag("deepspeed_config_file")
         if (flag := _deepspeed_flag(external)) is not None:
-            command = with_flag(command, flag.name, new)
+            command = command.with_flag(flag.name, new)
         elif own is not None and own.value is not None:
-            command = with_launcher_flag(command, own, new)
+            command = command.with_launcher_flag(own, new)
         elif settings is not None and isinstance(settings.values.get("deepspeed"), str):
             trainer["deepspeed"] = new
         else:  # accelerate's YAML names it
@@ -431,9 +421,9 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
     in_file: dict[str, Any] = {}
     for key, value in trainer.items():
         if value is None and command.flag(key) is not None:
-            command = without_flag(command, key)
+            command = command.without_flag(key)
         elif command.flag(key) is not None or (settings is None and value is not None):
-            command = with_flag(command, key, str(value))
+            command = command.with_flag(key, str(value))
         else:
             in_file[key] = value
     if in_file and settings is not None:
@@ -443,13 +433,13 @@ def written(external: ExternalTraining, edits: Edits) -> tuple[ExternalTraining,
         files.append(
             write_beside(made, yaml_text_with(old, in_file) if is_yaml else json_with(settings.values, in_file))
         )
-        command = with_settings(command, _name_like(str(command.settings), made))
+        command = command.with_settings(_name_like(str(command.settings), made))
     if accelerate and external.accelerate is not None:
         made = write_beside(beside(external.accelerate.path), yaml_tree_with(external.accelerate.values, accelerate))
         files += [made] if edits.accelerate else []
         flag = command.launcher_flag("config_file")
         assert flag is not None
-        command = with_launcher_flag(command, flag, _name_like(str(flag.value), made))
+        command = command.with_launcher_flag(flag, _name_like(str(flag.value), made))
     try:
         again = replace(read_training(command), environment=environment)
     except UserError as error:

@@ -32,17 +32,8 @@ from tightfit.planner.step_down import Shortfall
 from tightfit.runs.build_lock import clear, find_left_locks
 from tightfit.runs.cause import NUMBERS, blame_build_lock, rule_out_memory
 from tightfit.runs.events import AttemptFailed, Tally
-from tightfit.runs.external.config import (
-    Edits,
-    ExternalTraining,
-    NextConfig,
-    batch_of,
-    edits_of,
-    knobs_of,
-    rungs,
-    would_help,
-    written,
-)
+from tightfit.runs.external import config
+from tightfit.runs.external.config import Edits, ExternalTraining, NextConfig, knobs_of
 from tightfit.runs.external.process import Gone, MemoryPeak, start_and_stay
 from tightfit.runs.external.script import RESUME, Resumes
 from tightfit.runs.records import AttemptRecord, attempt_path
@@ -67,19 +58,15 @@ class Advisor(Protocol):
         self, external: ExternalTraining, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool
     ) -> NextConfig | None:
         """A way that is predicted to need enough less; None: there is none, or nothing is known."""
-        ...
 
     def took(self, step: NextConfig) -> None:
         """That one is tried next."""
-        ...
 
     def learn(self, external: ExternalTraining, peak: MemoryPeak) -> None:
         """An attempt that did not run out of memory has held this much."""
-        ...
 
     def wait_for_room(self, external: ExternalTraining, give_up: Callable[[], bool]) -> bool:
         """Until the GPUs have room again; False: nobody asked to wait for that, so it is not known."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -214,7 +201,7 @@ class ExternalTrainer:
             if step is None:
                 other = without_smaller(verdict, records, self._describe_end())
                 return self._again(other) if other.action == "same plan" else other
-            edits = edits_of(self.external, knobs_of(self.external), step.knobs)
+            edits = config.edits_of(self.external, knobs_of(self.external), step.knobs)
             changes = Listing(step.changed, ";")
             if lost := self._describe_loss(kept):
                 return stop(Message("external.may-fit-but", changes=changes, why=lost))
@@ -256,14 +243,14 @@ class ExternalTrainer:
         external, now = self.external, knobs_of(self.external)
 
         def changes(step: NextConfig) -> bool:
-            edits = edits_of(external, now, step.knobs)
+            edits = config.edits_of(external, now, step.knobs)
             return bool(edits.trainer or edits.deepspeed or edits.accelerate)
 
         engines = (True, False) if kept is not None else (False,)
         asked = (self.advisor.smaller(external, shortfall, verdict, same_engine=same) for same in engines)
         found = [step for step in asked if step is not None and changes(step)]
         if not found:
-            lower = rungs(external, now, self.policy.allow, host=shortfall.where == "host")
+            lower = config.rungs(external, now, self.policy.allow, host=shortfall.where == "host")
             found = list(filter(changes, lower))
         first = next(iter(found), None)
         if kept is None and saves_itself(external) is None:
@@ -301,13 +288,15 @@ class ExternalTrainer:
             where = Message("external.goes-on-from", name=kept.path.name)
         if kept is None and means == "by itself":
             where = Message("external.goes-on-itself")
-        self.following, files = written(external, replace(edits, trainer=trainer))
+        self.following, files = config.written(external, replace(edits, trainer=trainer))
         self.files += files
         return where
 
     def _describe_end(self) -> Message:
-        said: list[Said] = [*would_help(self.external, knobs_of(self.external), self.policy.allow)]
-        if (unknown := batch_of(self.external).because) and (self.external.is_hugging_face or self.external.files):
+        said: list[Said] = [*config.would_help(self.external, knobs_of(self.external), self.policy.allow)]
+        if (unknown := config.batch_of(self.external).because) and (
+            self.external.is_hugging_face or self.external.files
+        ):
             said.append(Message("external.batch-left-alone", why=unknown))
             return Message("external.nothing-else", what=Listing(said, ";"))
         if not self.external.files:
