@@ -84,7 +84,6 @@ def clear(environment: Mapping[str, str], since: float | None = None) -> list[Me
 
 
 def remove(locks: Sequence[Path]) -> Message:
-    """Take them away; what is said about it."""
     for path in locks:
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -98,7 +97,6 @@ def describe(locks: Sequence[Path]) -> Message:
 
 
 def command(locks: Sequence[Path]) -> str:
-    """`rm …`"""
     return f"rm {shlex.join(map(str, locks))}"
 
 

@@ -49,8 +49,6 @@ _DEVICES = re.compile(r"\bXid\b|amdgpu|fallen off the bus|I/O error|EXT4-fs|XFS|
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSaid:
-    """What is known of an attempt."""
-
     lines: tuple[str, ...] = ()
     readable: bool = False  # whether a process that was killed for want of memory would be known
 
@@ -156,8 +154,6 @@ LEFT = (0, 4)  # exit codes of ranks that left in order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAttempt:
-    """What is known about an attempt that failed."""
-
     outcome: Outcome
     starts: Sequence[RankStart]
     kernel: KernelSaid
@@ -166,7 +162,6 @@ class FailedAttempt:
 
 
 def find_cause(known: FailedAttempt) -> Verdict:
-    """The first cause."""
     outcome, failure = known.outcome, known.outcome.failure
     if outcome.hung is not None:
         lines = [
@@ -368,7 +363,6 @@ def config_of_plan(plan: Path) -> KnownConfig:
 
 
 def to_record(verdict: Verdict) -> Cause:
-    """As an attempt's record keeps it."""
     lines = [
         f"{line.source}{'' if line.number is None else f':{line.number}'}: {line.text}"
         for line in verdict.evidence[:_MOST_LINES]
@@ -402,8 +396,6 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunQuestion:
-    """What is to be diagnosed."""
-
     evidence: Evidence
     plan: Path | None = None  # of a run of ours: what was planned
     ending: Ending | None = None

@@ -106,7 +106,6 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
     def text(self) -> str:
-        """The file's contents."""
         files = {
             name: {"bytes": file.bytes, "spans": [[span.start, span.stop, span.digest] for span in file.spans]}
             for name, file in sorted(self.files.items())
@@ -162,7 +161,6 @@ def replaced_of(folder: Path) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, or Torn."""
     try:
         tree = read_json(folder / MANIFEST, most_bytes=_MOST_MANIFEST_BYTES)
     except FileNotFoundError:
@@ -244,7 +242,6 @@ def _why(error: OSError) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """`state.json`, or Torn."""
     try:
         tree = read_json(folder / STATE, finite=True)
     except FileNotFoundError:
@@ -385,8 +382,6 @@ class Maker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """One checkpoint."""
-
     folder: Path
     step: int
     bytes: int
@@ -441,7 +436,6 @@ def run_of(path: Path) -> Path:
 
 
 def inventory(run: Path) -> Inventory:
-    """What there is. Quick: files are counted and not read."""
     found = []
     for folder in newest_first(run):
         one = FoundCheckpoint(folder=folder, step=step_of(folder) or 0, bytes=0)

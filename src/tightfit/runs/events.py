@@ -139,8 +139,6 @@ class Saved(Event, name="saved", without={"folder": "?"}, at={"written_bytes": "
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointed(Event, name="checkpoint", without={"folder": "?"}, at={"written_bytes": "bytes"}):
-    """A checkpoint stands."""
-
     step: int | None
     folder: str
     written_bytes: int | None
@@ -151,16 +149,12 @@ class Checkpointed(Event, name="checkpoint", without={"folder": "?"}, at={"writt
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event, name="checkpoint_failed", without=_NO_REASON):
-    """A checkpoint could not be written; the training goes on without it."""
-
     step: int | None
     text: Said
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event, name="resumed", without={"folder": "?"}):
-    """The run goes on from a checkpoint."""
-
     step: int | None
     folder: str
     from_engine: str | None
@@ -170,16 +164,12 @@ class Resumed(Event, name="resumed", without={"folder": "?"}):
 
 @dataclass(frozen=True, kw_only=True)
 class PassedOver(Event, name="passed_over", without={"folder": "?", **_NO_REASON}):
-    """A checkpoint that cannot be used, and why."""
-
     folder: str
     text: Said
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping(Event, name="stopping", without={"text": Message("runs.asked-to-stop")}):
-    """Somebody has asked the run to end."""
-
     text: Said
 
 
@@ -210,8 +200,6 @@ class AttemptFailed(
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event, name="error", without={"kind": "crash", **_NO_REASON}):
-    """A rank's last words."""
-
     rank: int | None
     kind: str
     text: Said
@@ -219,8 +207,6 @@ class Failed(Event, name="error", without={"kind": "crash", **_NO_REASON}):
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures(Event, name="pictures"):
-    """The curves of the run as files."""
-
     files: tuple[str, ...]
 
 
@@ -232,14 +218,11 @@ class Ended(Event, name="end", without={"reason": "done"}):
 
 @dataclass(frozen=True, kw_only=True)
 class Other(Event):
-    """An event of a newer worker."""
-
     name: str
     text: Said
 
 
 def event_of(line: str | bytes) -> Event | None:
-    """The event in a line; None: there is none."""
     return events_of([line.encode("utf-8", "replace") if isinstance(line, str) else line])[0]
 
 
@@ -410,8 +393,6 @@ _LONGEST = 1 << 22  # bytes of one line, above which it is no event of ours
 
 
 class Follower:
-    """Reads on where it stopped."""
-
     def __init__(self, path: Path, *, start: int | None = None) -> None:
         """`start`: the first byte that counts; left out: what comes from now on."""
         self.path = path
@@ -421,7 +402,6 @@ class Follower:
                 self._offset = path.stat().st_size
 
     def poll(self) -> list[Event]:
-        """The events that have come since the last look."""
         try:
             with open_regular(self.path) as file:
                 size = file.seek(0, 2)
@@ -457,8 +437,6 @@ _RECENT = 4096
 
 @dataclass(slots=True)
 class Tally:
-    """Changes with every event."""
-
     last: Step | None = None
     first_loss: float | None = None
     peak_bytes: int | None = None
@@ -497,7 +475,6 @@ class Tally:
 
     @property
     def began(self) -> bool:
-        """Whether a step was made."""
         return self.last is not None
 
     @property

@@ -266,8 +266,6 @@ def goes_on(path: Path, resume: str, *, more: bool = False) -> int | None:
 
 
 class ClaimedFolder:
-    """A run folder that is ours until it is released."""
-
     def __init__(self, path: Path, lock: FolderLock, made: list[Path], step: int | None, *, replaces: bool) -> None:
         """Move what an earlier run left into a folder of its own, but for what this one goes on with: from `step`.
         `replaces`: whether a finished run among it is not wanted any more; `made`: folders that were not there."""
@@ -319,7 +317,6 @@ class ClaimedFolder:
             raise
 
     def begin(self, files: Mapping[str, str], record: RunRecord) -> None:
-        """Write down what is to run."""
         try:
             write(files, self.folder.plan, force=True, flag="--output")
             record.write(self.folder.path)

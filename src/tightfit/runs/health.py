@@ -42,8 +42,6 @@ OOM_KINDS = frozenset(  # kinds of causes, and of ranks' last words, in which me
 
 
 class Light(NamedTuple):
-    """One of the three."""
-
     name: str  # for programs
     title: Message
     colour: Colour
@@ -77,8 +75,6 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """All that is judged."""
-
     memories: tuple[Held, ...]  # GPUs; or host RAM, where it stands in for them
     host: Held
     host_free: tuple[tuple[float, int], ...] = ()  # moments in seconds, and what was free then
@@ -91,7 +87,6 @@ class Seen:
 
 
 def judge_health(seen: Seen) -> Health:
-    """Lights and warnings."""
     memory: tuple[Colour, Said] = "unknown", Message("runs.use-unknown")
     known = [(held.share, held) for held in seen.memories if held.share is not None]
     if known:
@@ -189,8 +184,6 @@ def _find_warnings(seen: Seen) -> Iterator[Message]:
 
 
 class Growth(NamedTuple):
-    """A memory that grows from step to step."""
-
     per_step_bytes: float
     full_at: int | None  # the step at which nothing is left; None: the limit is not known
 

@@ -39,8 +39,6 @@ _LENGTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """Where a rank stood when it last said so."""
-
     rank: int
     count: int
     stage: Stage

@@ -38,8 +38,6 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStart:
-    """One process to start."""
-
     name: str  # `rank-3`: the name of its log
     rank: int
     command: tuple[str, ...]
@@ -59,8 +57,6 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit:
-    """A process that has ended."""
-
     start: RankStart
     code: int  # negative: the signal that ended it
     at: float  # seconds since the epoch, when it was seen
@@ -120,7 +116,6 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def poll(self) -> list[Exit]:
-        """Those that have ended since the last look."""
         found = []
         for pid, start in list(self._running.items()):
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -184,8 +179,6 @@ LAUNCHER = "TIGHTFIT_LAUNCHER"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where the ranks meet, and which node this is."""
-
     node: int = 0
     nodes: int = 1
     address: str = "127.0.0.1"
@@ -250,5 +243,4 @@ def launcher_start(folder: RunFolder, meeting: Meeting, options: Sequence[str]) 
 
 
 def worker_command(folder: RunFolder, options: Sequence[str], worker: Sequence[str] = WORKER) -> tuple[str, ...]:
-    """What one rank is started with."""
     return (*worker, str(folder.plan / WORKER_FILE), *options)

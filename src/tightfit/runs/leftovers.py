@@ -53,8 +53,6 @@ CACHES: dict[str, Ours | None] = {"calibration.json": None, "data": DATA_CACHE, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """One thing that may go."""
-
     kind: Kind
     what: Said  # a path, or `process 4711`
     because: Said
@@ -69,8 +67,6 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What there is."""
-
     leftovers: tuple[Leftover, ...]
     live: tuple[Path, ...]  # runs that live, and were left alone
     unsure: tuple[Said, ...]  # what cannot be judged from here, and why
@@ -78,8 +74,6 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadRun:
-    """A run of ours that has ended, however."""
-
     folder: Path
     first: float
     last: float  # when it was last heard of; both in seconds since the epoch
@@ -293,7 +287,6 @@ def cached_things(cache: Path) -> list[Path]:
 
 
 def _thing(kind: Kind, path: Path, because: Message, names: Ours | None = None, run: Path | None = None) -> Leftover:
-    """What lies on a disk."""
     size = 0
     with suppress(OSError):
         size = size_of(path) if path.is_dir() and not path.is_symlink() else path.lstat().st_size

@@ -63,14 +63,12 @@ class Lines:
             self._say(str(said), style)
 
     def end(self) -> None:
-        """Say what was passed over."""
         if self._held is not None:
             self._say(self._held, "")
             self._held = None
 
 
 def moving_line(event: Progress | Step, predicted_bytes: int) -> tuple[str, str]:
-    """What is going on, and how far it is."""
     if isinstance(event, Step):
         return "step", step_line(event, predicted_bytes)
     if event.total == 1 and event.done == 0:  # one thing, of which nobody knows how far it is
@@ -81,7 +79,6 @@ def moving_line(event: Progress | Step, predicted_bytes: int) -> tuple[str, str]
 
 
 def line_of(event: Event) -> tuple[Said, str]:
-    """What is said once, and how it looks."""
     match event:
         case events.Proof():
             id_, style = ("runs.proved", "") if event.ok else ("runs.not-proved", "bold red")
@@ -159,7 +156,6 @@ def _at_step(step: int | None) -> Said:
 
 
 def after_step(step: int | None) -> Message:
-    """Where an attempt ended."""
     return Message("runs.before-first-step") if step is None else Message("runs.after-step", step=step)
 
 
@@ -178,7 +174,6 @@ def action_words(action: str) -> Said:
 
 
 def step_line(step: Step, predicted_bytes: int) -> str:
-    """The line that moves."""
     at = Message("runs.step", step=step.step)
     if step.steps is not None:
         at = Message("runs.step-of", step=step.step, of=step.steps)

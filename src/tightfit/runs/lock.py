@@ -58,8 +58,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Who holds a lock."""
-
     pid: int
     host: str
     since: str
@@ -98,8 +96,6 @@ class Owner:
 
 
 class FolderLock:
-    """Held from `take` to `release`."""
-
     def __init__(self, path: Path, file: int, owner: Owner) -> None:
         self._path, self._file, self._owner = path, file, owner
         self._done = threading.Event()

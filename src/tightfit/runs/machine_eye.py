@@ -31,8 +31,6 @@ SILENCE_S = 5.0  # a tool that keeps its lines to itself for longer, beyond what
 
 
 class CardStream:
-    """From `start` to `close`."""
-
     def __init__(self, process: subprocess.Popen[bytes], cards: Sequence[Card], interval_s: float) -> None:
         self._process, self._count = process, len(cards)
         self._people = {card.uuid: card.processes for card in cards}
@@ -113,8 +111,6 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardsSeen:
-    """The cards, and when they looked like that."""
-
     cards: Cards
     at: float  # of the monotonic clock
 

@@ -81,15 +81,12 @@ class Resume:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of the worker."""
         switches = {"--resume-anyway": self.anyway, "--trust-pickle": self.trust_pickle}
         return ("--resume", self.place, *(name for name, given in switches.items() if given))
 
 
 @dataclass(kw_only=True)
 class OwnTrainer:
-    """Changes with every attempt."""
-
     course: Course
     folder: RunFolder
     show: Callable[[Event], None]  # gets every event as it comes

@@ -38,8 +38,6 @@ PROC = Path("/proc")
 
 
 class Stat(NamedTuple):
-    """What the kernel counts of a process."""
-
     has_ended: bool  # it only waits to be noticed
     group: int
     session: int
@@ -74,7 +72,6 @@ def mark_of(pid: int) -> str | None:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """The RAM that a process holds; None: nobody says."""
     with suppress(OSError, ValueError, IndexError):
         return int((PROC / str(pid) / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return None

@@ -52,8 +52,6 @@ _BLOCK_BYTES = 4096  # what a small file takes of a disk: up to here it grows wi
 
 
 class RunFolder:
-    """The places in a run's folder."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.plan, self.model, self.errors = path, path / "plan", path / "model", path / ERRORS
         self.events, self.record = path / EVENTS, path / RECORD
@@ -147,8 +145,6 @@ Action = Literal["same plan", "smaller plan", "wait", "make room", "skip data", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why an attempt failed, as its record keeps it."""
-
     id: str  # of the symptom: `tightfit explain` knows it
     kind: str
     sentence: Said
@@ -160,8 +156,6 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Next:
-    """What was done about it."""
-
     action: Action
     because: Said
     changed: tuple[Said, ...] = ()  # `micro batch 4 × 1 → 2 × 2`, lever by lever
@@ -170,8 +164,6 @@ class Next:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """One start of the ranks."""
-
     SCHEMA: ClassVar[int] = 1
 
     number: int
@@ -319,8 +311,6 @@ def read_last_words(errors: Path, since: float) -> tuple[LastWords, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFile:
-    """A plan as its launcher sees it."""
-
     model: str
     method: str
     engine: str
@@ -354,7 +344,6 @@ class WorkerFile:
 
 
 def read_plan_folder(folder: Path) -> dict[str, str]:
-    """The files of a written plan, by name."""
     if not (folder / WORKER_FILE).is_file() and (folder / "launch.sh").is_file():
         raise ConfigError(Message("runs.plan-of-other", folder=folder, script=folder / "launch.sh"))
     if not (folder / WORKER_FILE).is_file():

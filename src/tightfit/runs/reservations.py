@@ -26,8 +26,6 @@ from tightfit.types import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """One run's share of this machine."""
-
     pid: int
     mark: str | None  # see `mark_of`
     host: str
@@ -56,8 +54,6 @@ class Reservation:
 
 
 class Reservations:
-    """The entries in one folder, a file each."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

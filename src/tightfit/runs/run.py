@@ -43,8 +43,6 @@ _PEER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The first failure of a run."""
-
     rank: int
     is_users: bool  # the user's to mend: the sentence says how
     sentence: Said
@@ -149,8 +147,6 @@ State = Literal["done", "stopped", "user error", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
-
     state: State
     exit_code: int
     failure: Failure | None
@@ -184,7 +180,6 @@ class Signals:
 
     @property
     def times(self) -> int:
-        """How often the user has asked."""
         wishes: list[float] = []
         for _, at in self.caught:
             if not wishes or at - wishes[-1] >= AGAIN_S:

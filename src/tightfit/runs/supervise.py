@@ -40,8 +40,6 @@ _REASONS: dict[Kind, Reason] = {  # kinds that a plan can do something about, an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What the user allows."""
-
     max_attempts: int = MAX_ATTEMPTS  # starts in a row that keep no new step; 1: none is made again
     allow: frozenset[str] = frozenset()  # costly changes by name
     hang_timeout_s: float | None = None  # None: the trainer's own measure
@@ -147,8 +145,6 @@ LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start that has ended."""
-
     outcome: Outcome
     exit_codes: tuple[int, ...]  # by rank; negative: the signal that ended it
     verdict: Verdict | None = None  # why it failed; of one that ended well: what is odd about it all the same
@@ -157,8 +153,6 @@ class Attempt:
 
 
 class Computed(Protocol):
-    """How a training is computed at present."""
-
     @property
     def words(self) -> Said:
         """The plan, or the command, in a line."""
@@ -174,8 +168,6 @@ class Computed(Protocol):
 
 
 class Trainer(Protocol):
-    """Who trains."""
-
     @property
     def course(self) -> Computed: ...
 
@@ -198,8 +190,6 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a supervised run ended."""
-
     outcome: Outcome
     records: tuple[AttemptRecord, ...] = ()  # none, where nobody supervised
     verdict: Verdict | None = None  # of the last attempt, where it failed or was odd
@@ -213,8 +203,6 @@ class RunResult:
 
 @dataclass(kw_only=True)
 class Supervisor:
-    """Changes with every attempt."""
-
     trainer: Trainer
     folder: Path  # for the records
     policy: Policy
@@ -222,7 +210,6 @@ class Supervisor:
     records: list[AttemptRecord] = field(default_factory=list)
 
     def run(self) -> RunResult:
-        """Run to the end, whatever comes between."""
         last: Outcome | None = None
         while True:
             number = len(self.records) + 1

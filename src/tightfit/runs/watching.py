@@ -76,8 +76,6 @@ def processes_of(run: Path) -> tuple[RankProcess, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A rank's process, and its RAM."""
-
     name: str
     pid: int
     now_bytes: int
@@ -253,8 +251,6 @@ QUIET_STEPS = 20  # a run is expected to say something within so many steps' tim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardSeen:
-    """A card, and what is known of it beyond this moment."""
-
     card: Card
     peak_bytes: int | None  # the most that was held since we look
     planned_bytes: int | None  # what the run's plan wants of it; None: it is not the run's

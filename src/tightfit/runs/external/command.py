@@ -67,8 +67,6 @@ CONFIG = "config"  # the flag by which TRL and many scripts take a file of argum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """A setting on the command line."""
-
     name: str  # without dashes, with underscores
     value: str | None  # None: a switch
     at: int  # of its first word
@@ -78,8 +76,6 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command line, taken apart."""
-
     words: tuple[str, ...]
     launcher: Launcher
     script: str | None  # the Python file, where there is one
@@ -127,11 +123,9 @@ class Command:
         return recognise((*self.words[: there.at], *self.words[there.at + there.words :]))
 
     def with_word(self, at: int, word: str) -> Command:
-        """The same with another word in this place."""
         return recognise((*self.words[:at], word, *self.words[at + 1 :]))
 
     def with_settings(self, name: str) -> Command:
-        """The same with another file of arguments."""
         return self.with_flag(CONFIG, name) if self.settings_at is None else self.with_word(self.settings_at, name)
 
     def with_launcher_flag(self, flag: Flag, value: str) -> Command:

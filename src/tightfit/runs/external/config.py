@@ -57,8 +57,6 @@ class Knobs(KnownConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalTraining:
-    """A command with the files that it names."""
-
     command: Command
     settings: Document | None = None  # the trainer's arguments in a file
     hints: Document | None = None
@@ -88,7 +86,6 @@ class ExternalTraining:
 
     @property
     def name(self) -> Said:
-        """What does the training, in a sentence."""
         command = self.command
         return Path(command.script).name if command.script is not None else NAMES[command.launcher]
 
@@ -201,7 +198,6 @@ def _value(value: Any) -> Any:
 
 
 def knobs_of(external: ExternalTraining) -> Knobs:
-    """How the training is computed now."""
     batch = batch_of(external)
     known = replace(_engine(external), micro_batch=batch.micro, accumulation=batch.accumulation)
     if not external.takes_arguments:
@@ -243,8 +239,6 @@ def _engine(external: ExternalTraining) -> Knobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """How many samples a GPU takes at once, and how often before a step."""
-
     micro: int | None = None
     accumulation: int | None = None
     because: Said = ""  # why it is not known, as the end of a sentence; empty: it is
@@ -483,8 +477,6 @@ _NEXT_SCHEME = Message("external.next-scheme")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextConfig:
-    """Another way to compute the training."""
-
     knobs: Knobs
     changed: tuple[Said, ...]
     because: Said = _NEXT_SCHEME
@@ -564,8 +556,6 @@ _SLOTS = re.compile(r"^\s*([^#\s]\S*)\s+slots\s*=\s*(\d+)", re.MULTILINE)
 
 
 class RankCount(NamedTuple):
-    """Processes, one to a GPU."""
-
     machines: int
     on_each: int
 

@@ -50,8 +50,6 @@ _SPIED = re.compile(r"^    (?P<place>.+ \(.+:\d+\))$", re.MULTILINE)
 
 @dataclass(slots=True)
 class MemoryPeak:
-    """The most that was seen of memory."""
-
     host_bytes: int = 0
     gpu_bytes: dict[str, int] = field(default_factory=dict)
     """By the word of the device; what our own processes hold, or where that is not told, all that is used."""
@@ -60,8 +58,6 @@ class MemoryPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """How one start ended."""
-
     code: int  # negative: the signal that ended it
     at: float
     asked: int | None  # the signal with which the user asked it to end; None: nobody did
@@ -188,8 +184,6 @@ def _pump(source: IO[bytes], sink: BinaryIO, log: BinaryIO, lock: threading.Lock
 
 
 class ProcessWatch:
-    """What the program's processes hold, looked at from time to time."""
-
     def __init__(self, mark: str, log: Path, hang_timeout_s: float | None = None) -> None:
         self._mark, self._file, self._folder = mark, log.with_name("memory.jsonl"), log.parent
         self._still = None if hang_timeout_s is None else Stillness(log, hang_timeout_s)
@@ -231,8 +225,6 @@ class ProcessWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stuck:
-    """A program that was ended because it did not move any more."""
-
     silent_s: float
     stands: tuple[tuple[int, str], ...]  # a line for each process: where it stands
     how: Message  # who said so, and what could not be said

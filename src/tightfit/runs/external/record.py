@@ -50,8 +50,6 @@ def begin_record(command: Sequence[str], mark: str) -> ExternalRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedRun:
-    """A folder that is ours until it is released."""
-
     path: Path
     lock: FolderLock
     before: ExternalRecord | None = None  # the killed run that it takes over; None: it is new

@@ -71,8 +71,6 @@ class Advisor(Protocol):
 
 @dataclass(kw_only=True)
 class ExternalTrainer:
-    """Changes with every attempt."""
-
     external: ExternalTraining  # as it was started last
     folder: Path
     streams: tuple[BinaryIO, BinaryIO]  # where its output and its errors go on to
@@ -338,8 +336,6 @@ def _because(*reasons: Said) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A checkpoint of the trainer's."""
-
     path: Path
     step: int
     max_steps: int | None
