@@ -148,6 +148,7 @@ _FINER: dict[str, tuple[Kind, ...]] = {  # what the catalogue may make of such w
 }
 _SILENT = ("silent-exit", "error-line", "child-failed")  # symptoms that say no more than that something ended
 _MOST_LINES = 12
+_SAME_NAMES = "offload_optimizer offload_param micro_batch precision method attention loss".split()
 _VAGUE = ("communication", "unknown")  # kinds of which another rank may know more
 LEFT = (0, 4)  # exit codes of ranks that left in order
 
@@ -340,17 +341,11 @@ def config_of_plan(plan: Path) -> KnownConfig:
             trainer="job",
             file=f"plan/{WORKER_FILE}",
             stage=STAGES.get(levers["engine"]),
-            offload_optimizer=levers["offload_optimizer"],
-            offload_param=levers["offload_param"],
             pin_memory=tree["buckets"]["pin_memory"],
-            micro_batch=levers["micro_batch"],
             accumulation=levers["accum"],
             sequence=levers["seq"],
-            precision=levers["precision"],
-            method=levers["method"],
             checkpointing=levers["checkpointing"] != "none",
-            attention=levers["attention"],
-            loss=levers["loss"],
+            **{name: levers[name] for name in _SAME_NAMES},
             world=tree["world"]["ranks"],
             vocabulary=(tree["model"]["config"] or {}).get("vocab_size"),
             vendor=tree["world"]["vendor"],

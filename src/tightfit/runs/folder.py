@@ -24,7 +24,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +44,6 @@ MODEL, EARLIER = "model", "earlier"
 HALF = (".model.partial", ".model.old")
 """What a process leaves that is killed while it writes the model; the last checkpoint makes it again."""
 NEIGHBOURS = frozenset({"wandb"})  # what a library keeps in the folder at the user's wish; it stays where it is
-_READ_BYTES = 65_536
 _MOST_BYTES = 2**20  # of a line
 
 _LOG = r"(rank-\d+|launcher)\.log"
@@ -141,27 +140,12 @@ class RunFiles:
 
 def model_files(run: Path) -> Ours:
     """The files of the run's model, as the worker said when it had saved it; by their names where it did not."""
-    for line in _lines_backwards(run / EVENTS):
-        if b'"saved"' in line and isinstance(saved := event_of(line), Saved):
-            return Listed(saved.files) if saved.files else checkpoints.MODEL_FILES
-    return checkpoints.MODEL_FILES
-
-
-def _lines_backwards(path: Path) -> Iterator[bytes]:
-    """The last line first."""
-    try:
-        with open_regular(path) as file:
-            left, rest = file.seek(0, os.SEEK_END), b""
-            while left:
-                size = min(left, _READ_BYTES)
-                left -= size
-                file.seek(left)
-                lines = (file.read(size) + rest).split(b"\n")
-                rest = lines[0]
-                yield from reversed(lines[1:])
-            yield rest
-    except OSError:
-        return
+    saved: Saved | None = None
+    with suppress(OSError), open_regular(run / EVENTS) as file:
+        for line in file:
+            if b'"saved"' in line and isinstance(event := event_of(line), Saved):
+                saved = event
+    return Listed(saved.files) if saved is not None and saved.files else checkpoints.MODEL_FILES
 
 
 def is_run(path: Path) -> bool:

@@ -66,7 +66,7 @@ class Ranks:
     """The processes of a run, from start to end. Leaving the `with` block ends whatever still runs."""
 
     def __init__(self, starts: Sequence[RankStart], folder: Path) -> None:
-        self._starts, self._folder = starts, folder
+        self.starts, self._folder = starts, folder
         self._running: dict[int, RankStart] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipe: tuple[int, int] | None = None
@@ -75,7 +75,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         self._pipe = os.pipe()
         try:
-            for start in self._starts:
+            for start in self.starts:
                 start.log.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     with open_own(start.log, "wb") as log:
@@ -105,10 +105,6 @@ class Ranks:
     @property
     def running(self) -> int:
         return len(self._running)
-
-    @property
-    def starts(self) -> Sequence[RankStart]:
-        return self._starts
 
     @property
     def pids(self) -> list[int]:

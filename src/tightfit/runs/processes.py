@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -196,44 +196,33 @@ def end_carriers(mark: str, patience_s: float = ORPHANS_S) -> None:
         time.sleep(LOOK_S)
 
 
-class Guard:
+@contextmanager
+def guard(mark: str) -> Iterator[None]:
     """Beside the program, from before its start to after its end."""
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self._write: int | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Guard:
-        read, self._write = os.pipe()
-        try:
-            command = [sys.executable, "-m", "tightfit.runs.processes", str(read), self._mark]
-            quiet = subprocess.DEVNULL
-            self._process = subprocess.Popen(
-                command,
-                stdin=quiet,
-                stdout=quiet,
-                stderr=quiet,
-                pass_fds=(read,),
-                start_new_session=True,
-                cwd="/",  # a module of the user's must not be taken for one of Python's
-                env=inherited({}),
-            )
-        except OSError:  # no process to be had: the program is worth more than its guard
-            self._process = None
-        finally:
-            os.close(read)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._write is not None
-        os.close(self._write)
-        if self._process is not None:
+    read, write = os.pipe()
+    process: subprocess.Popen[bytes] | None = None
+    with suppress(OSError):  # no process to be had: the program is worth more than its guard
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tightfit.runs.processes", str(read), mark],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(read,),
+            start_new_session=True,
+            cwd="/",  # a module of the user's must not be taken for one of Python's
+            env=inherited({}),
+        )
+    os.close(read)
+    try:
+        yield
+    finally:
+        os.close(write)
+        if process is not None:
             try:
-                self._process.wait(timeout=_LEAVE_S)
+                process.wait(timeout=_LEAVE_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                process.kill()
+                process.wait()
 
 
 def stand_guard(fd: int, mark: str) -> None:

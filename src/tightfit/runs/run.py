@@ -114,16 +114,18 @@ def traceback_in(log: Path) -> tuple[str, ...]:
 
 
 def _last_lines(log: Path, most_bytes: int) -> tuple[str, ...]:
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most_bytes))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ()
+    text = read_tail(log, most_bytes).decode("utf-8", errors="replace")
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()
     plain = ["".join(letter if letter.isprintable() else " " for letter in line).rstrip() for line in lines]
     return tuple(line[:400] for line in plain if line)
+
+
+def read_tail(log: Path, most_bytes: int) -> bytes:
+    """The end of a file; nothing, where it cannot be read."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - most_bytes))
+        return file.read()
+    return b""
 
 
 # --- the run -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tightfit.inputs.surroundings import inherited
 from tightfit.messages import Message
 from tightfit.owned import open_own
 from tightfit.runs.cause import KernelRecord, KernelSaid
-from tightfit.runs.processes import MARK, PROC, Guard, carriers_of, end_carriers, resident_bytes, stat_of, tell
+from tightfit.runs.processes import MARK, PROC, carriers_of, end_carriers, guard, resident_bytes, stat_of, tell
 from tightfit.runs.run import Signals
 from tightfit.types import ConfigError
 
@@ -80,7 +80,7 @@ def start_and_stay(
     where its two outputs go on to; `mark`: by which its processes are known."""
     kernel = KernelRecord()
     try:
-        with open_own(log, "wb") as kept, Guard(mark):
+        with open_own(log, "wb") as kept, guard(mark):
             process = _spawn(words, {**changes, MARK: mark, "PYTHONUNBUFFERED": "1"})
             watch = ProcessWatch(mark, log, hang_timeout_s)
             lock = threading.Lock()

@@ -37,7 +37,7 @@ from tightfit.runs.external.config import Edits, ExternalTraining, NextConfig, k
 from tightfit.runs.external.process import Gone, MemoryPeak, start_and_stay
 from tightfit.runs.external.script import RESUME, Resumes
 from tightfit.runs.records import AttemptRecord, attempt_path
-from tightfit.runs.run import Outcome, Signals, State
+from tightfit.runs.run import Outcome, Signals, State, read_tail
 from tightfit.runs.supervise import LONGEST_WAIT_S, Attempt, Decision, Policy, stop, without_smaller
 from tightfit.types import ConfigError, UserError
 
@@ -136,10 +136,7 @@ class ExternalTrainer:
         for said in clear(inherited(self.external.environment), since=began):
             self.say(str(said))
         state, verdict = self._judge(gone, place / LOG)
-        steps: list[bytes] = []  # as the trainer's progress bars say them
-        with suppress(OSError), (place / LOG).open("rb") as file:
-            file.seek(max(0, (place / LOG).stat().st_size - _TAIL_BYTES))
-            steps = _PROGRESS.findall(file.read())
+        steps = _PROGRESS.findall(read_tail(place / LOG, _TAIL_BYTES))  # as the trainer's progress bars say them
         no_result = gone.code == 0 and state == "failed"
         self.exit_code = NO_RESULT if no_result else gone.code if gone.code >= 0 else 128 - gone.code
         return Attempt(
