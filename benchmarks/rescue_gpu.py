@@ -30,7 +30,7 @@ from typing import Any
 
 from tightfit.cli import train as cli_train
 from tightfit.desk.calibration import Calibrations
-from tightfit.desk.plan_files import startable_of
+from tightfit.desk.plan import bounds_of
 from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import read_request
 from tightfit.formats.target import Target
@@ -237,8 +237,9 @@ def dry(case: Case, folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def planned(request: PlanInput, cache: Calibrations) -> Plan:
-    startable = startable_of(request.job, Target(), cache.read(request.job))
-    return plan_within(startable.bounds(), request.job, request.shape, request.hardware)
+    return plan_within(
+        bounds_of(request.job, Target(), cache.read(request.job)), request.job, request.shape, request.hardware
+    )
 
 
 def way_of(plan: Plan) -> Way:
@@ -263,7 +264,7 @@ def stepped(case: Case, last: Plan, held: int, request: PlanInput, cache: Calibr
     missing = max(GIB, held - CARD_GIB * GIB)
     shortfall = Shortfall(where="gpu", phase=case.phase, missing_bytes=missing, room_bytes=CARD_GIB * GIB)
     known = cache.read(request.job).after_failure(learn_from_failure(last, shortfall, held))
-    bounds = replace(startable_of(request.job, Target(), known).bounds(), calibration=known)
+    bounds = bounds_of(request.job, Target(), known)
     found = step_down(last, shortfall, bounds=bounds)
     if isinstance(found, NoWay):
         return {"because": list(map(str, found.because)), "as_expected": False}

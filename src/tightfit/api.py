@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.desk import estimate as estimates
-from tightfit.desk import estimate_report, plan_report
 from tightfit.desk import plan as plans
-from tightfit.desk.plan_files import files_of, plan_of
+from tightfit.desk.plan import files_of, plan_of
+from tightfit.desk.report import answer_report, estimate_report
 from tightfit.desk.request import Request, read_request
 from tightfit.formats.target import Original
 from tightfit.inputs.flags import LEVERS
@@ -84,7 +84,7 @@ class Planned:
 
     def report(self) -> dict[str, Any]:
         """The same as `tightfit plan --json`."""
-        return plan_report.report(self.answer, None)
+        return answer_report(self.answer, None)
 
     def write(self, folder: str | Path, *, force: bool = False) -> list[Path]:
         """Configs, launch script and reasons into a folder, as `--write` does."""
@@ -124,7 +124,7 @@ class Estimated:
 
     def report(self) -> dict[str, Any]:
         """The same as `tightfit estimate --json`."""
-        return estimate_report.report(self.priced)
+        return estimate_report(self.priced)
 
     def __str__(self) -> str:
         from tightfit.screen import draw_estimate

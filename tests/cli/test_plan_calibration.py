@@ -13,6 +13,7 @@ import warm_desk
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.desk.calibration import FILE, Calibrations, calibration_of
+from tightfit.desk.plan import render_plan
 from tightfit.desk.request import Request, read_request
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.formats.target import Target
@@ -29,7 +30,7 @@ from tightfit.runs.own import Changed
 from tightfit.runs.records import RunFolder, worker_file
 from tightfit.start.course import Manner, TrainCourse, learn, way_up
 from tightfit.start.machine import Nodes
-from tightfit.start.train import Ready, rendered
+from tightfit.start.train import Ready
 
 GIB = 2**30
 TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")
@@ -197,7 +198,7 @@ def test_what_an_out_of_memory_teaches_is_kept_when_the_smaller_plan_is_taken(tm
     """Until then nothing has changed, as the supervisor was promised."""
     plan, folder = planned(), RunFolder(tmp_path / "run")
     assert plan.chosen is not None
-    files = rendered(plan, plan.job, Target())
+    files = render_plan(plan, Target())
     worker = worker_file(files[WORKER_FILE], WORKER_FILE)
     devices = Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
     ready = Ready(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.flags import ANSWERED, CHANGE, Parser, print_json, whole_number
-from tightfit.desk.priced_config import price_config
+from tightfit.desk.estimate import price_config
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.judge import fixes_of, judge
 from tightfit.diagnose.predicted import MemoryPrediction, predict_failure, predict_training, predict_verdict

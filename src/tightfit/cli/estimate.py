@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, print_json, whole_number
 from tightfit.desk.estimate import compare, comparison, estimated, price
-from tightfit.desk.estimate_report import report, strategy_report
+from tightfit.desk.report import estimate_report, strategy_report
 from tightfit.desk.request import read_request
 from tightfit.inputs.flags import check_levers
 from tightfit.messages import text
@@ -56,7 +56,7 @@ def estimate(argv: Sequence[str]) -> int:
         return 0
     priced = estimated(request)
     if as_json:
-        print_json(report(priced))
+        print_json(estimate_report(priced))
         return 0
     from tightfit.desk.advice import advise
     from tightfit.screen import draw_estimate, open_console

@@ -22,8 +22,7 @@ from tightfit.cli.flags import (
     without_default,
 )
 from tightfit.desk.plan import answered
-from tightfit.desk.request import read_request
-from tightfit.desk.stages import each_stage
+from tightfit.desk.request import each_stage, read_request
 from tightfit.inputs.flags import spelt
 from tightfit.job import Allowance, Schedule, Tier, Wanted
 from tightfit.job.fields import FREE_LEVERS, job_fields, meanings
@@ -94,9 +93,9 @@ def plan(argv: Sequence[str]) -> int:
     request = read_request(vars(args))
     stages = each_stage(request)
     if hasattr(args, "json"):
-        from tightfit.desk.plan_report import report
+        from tightfit.desk.report import answer_report
 
-        made = [report(*answered(each)) for each in stages or [request]]
+        made = [answer_report(*answered(each)) for each in stages or [request]]
         tree = {"stages": made} if stages else made[0]
         print_json(tree, allow_nan=False)
         return 0

@@ -18,8 +18,7 @@ from typing import Any
 
 from tightfit.cli.flags import ALIASES, CHANGE, GROUPS, Parser, hang_timeout_s, print_json, read_options
 from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
-from tightfit.desk.request import Request, read_request
-from tightfit.desk.stages import each_stage, pick_stage
+from tightfit.desk.request import Request, each_stage, pick_stage, read_request
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.inputs.flags import flags_from_levers, spelt
@@ -217,7 +216,7 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
         if options.dry_run:
             # What was priced and how far each is from fitting; the error that follows says what would help.
             if options.json:
-                from tightfit.desk.plan_report import plan_report
+                from tightfit.desk.report import plan_report
 
                 print_json({"folder": None, "plan": plan_report(error.plan)}, allow_nan=False)
             else:
@@ -235,7 +234,7 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
         check_port(request.port)
     if options.dry_run:
         if options.json:
-            from tightfit.desk.plan_report import plan_report
+            from tightfit.desk.report import plan_report
 
             plain = {} if ready.plan is None else plan_report(ready.plan)
             print_json({"folder": str(ready.folder), "plan": plain}, allow_nan=False)

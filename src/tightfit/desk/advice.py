@@ -16,8 +16,7 @@ from tightfit.priced import Priced, amounts, spell_component
 from tightfit.types import ZERO3, Buckets, Checkpointing, Levers, PhaseName, UserError
 
 COSTLY = Message("cli.changes-training")
-FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000
-"""A tenth and less of DeepSpeed's own limits on gathered weights."""
+FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000  # a tenth and less of DeepSpeed's own limits on gathered weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ class AdviceCase:
 Change = Callable[[Levers], Levers]
 Rule = tuple[Callable[[AdviceCase], bool], Message, Change | None]
 """When it may help, what to say, and the levers it leads to; None: it changes the training, and is not priced."""
-Ask = Callable[[Levers], int]
-"""What the GPU would need with these levers, in bytes."""
+Ask = Callable[[Levers], int]  # what the GPU would need with these levers, in bytes
 WORTHWHILE = 0.995
 
 

@@ -23,8 +23,7 @@ from tightfit.owned import flock, replace_file
 from tightfit.planner.calibration import Calibration, Entry, data_mark
 
 FILE = "calibration.json"
-MOST_ENTRIES = 256
-"""The newest that are kept."""
+MOST_ENTRIES = 256  # the newest that are kept
 
 
 def calibration_of(request: Request, job: Job) -> Calibration | None:
@@ -81,7 +80,5 @@ class Calibrations:
 class CalibrationFile:
     SCHEMA: ClassVar[int] = 1
 
-    tightfit: str
-    """The version whose predictions these are held against."""
-    entries: tuple[Any, ...]
-    """Each an `Entry`; one that is none counts for nothing, and the others stay."""
+    tightfit: str  # the version whose predictions these are held against
+    entries: tuple[Any, ...]  # each an `Entry`; one that is none counts for nothing, and the others stay

@@ -1,15 +1,27 @@
-"""What `tightfit estimate` answers: the flags and files of a question, priced as they stand."""
+"""What `tightfit estimate` answers: the flags and files of a question, priced as they stand.
+
+A job file leaves open how it is computed, and `tightfit train` plans that. So where the machine is known and no engine
+is named, it is the plan that is priced: anything else would be a verdict on a run that nobody starts. With an engine,
+what the file pins is taken, and the rest has the values that `estimate` takes where nothing is said.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tightfit.desk.request import Request, RequestFile, find_idle, flags_of
+from tightfit.desk.request import Request, RequestFile, find_idle, flags_of, pick_stage, read_request
 from tightfit.inputs.flags import levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
-from tightfit.messages import Listing, Message, Said, text
+from tightfit.job import Job
+from tightfit.job.file import hardware_of as hardware_of_job
+from tightfit.job.file import job_from_flags, job_from_text, levers_of, model_of, names_in
+from tightfit.job.known import KnownConfig
+from tightfit.messages import Listing, Message, Said, id_of, text
 from tightfit.model.load import load_model
+from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
     FSDP2,
@@ -25,8 +37,8 @@ from tightfit.types import (
     UserError,
 )
 
-if TYPE_CHECKING:
-    from tightfit.desk.estimate_job import JobInput
+if TYPE_CHECKING:  # brings the planner
+    from tightfit.planner.plan import Way
 
 STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero0", "none", "none"),
@@ -42,38 +54,43 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
 """What `--compare` sets side by side: engine, place of the optimizer, place of the weights."""
 
 
-Outcome = Priced | str
-"""An estimate, or why there is none."""
+Outcome = Priced | str  # an estimate, or why there is none
+
+
+_ABOUT_PLANS = ("job.gpus-of-this-machine", "job.batch-kept", "job.batch-is")
+"""What the reader of job files says of what a plan does with the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateInput:
-    """What is to be priced, once flags and files are one."""
+class JobInput:
+    """What a job file gives to an estimate."""
 
+    file: str
     shape: ModelShape
     levers: Levers
-    world: int
-    hardware: Hardware | None
+    hardware: Hardware | None  # None: neither file nor flags name a machine
+    world: int  # the GPUs that the file or the machine has; a flag may name fewer
+    explicit: frozenset[str]  # the fields that the file sets
     said: tuple[Said, ...]
+    batch_said: tuple[Said, ...]  # how the sequences of a step are shared out, where no plan does it
+    tier: str | None
 
 
 def estimated(request: Request) -> Priced:
     """What every GPU and the host will hold: of a job file that names no engine, under the plan that it would get."""
-    job = _job(request)
-    if job is not None and request.file is not None:
-        from tightfit.desk.estimate_job import find_planned_way
-
-        if (found := find_planned_way(request, request.file, job)) is not None:
-            way, said = found
-            return replace(price(way.shape, way.levers, way.world, way.hardware), said=said, planned=True)
-    asked = _resolve(request, job)
-    return replace(price(asked.shape, asked.levers, asked.world, asked.hardware), said=asked.said)
+    job = _read_job(request)
+    found = find_planned_way(request, job) if job is not None else None
+    if found is not None:
+        way, said = found
+        return replace(price(way.shape, way.levers, way.world, way.hardware), said=said, planned=True)
+    shape, levers, world, hardware, said = _resolve(request, job)
+    return replace(price(shape, levers, world, hardware), said=said)
 
 
 def comparison(request: Request) -> list[tuple[str, Outcome]]:
     """The same of every strategy."""
-    asked = _resolve(request, _job(request))
-    return compare(asked.shape, asked.levers, asked.world, asked.hardware)
+    shape, levers, world, hardware, _ = _resolve(request, _read_job(request))
+    return compare(shape, levers, world, hardware)
 
 
 def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> list[tuple[str, Outcome]]:
@@ -98,7 +115,10 @@ def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | No
 # --- reading ------------------------------------------------------------------------------------
 
 
-def _resolve(request: Request, job: JobInput | None) -> EstimateInput:
+def _resolve(
+    request: Request, job: JobInput | None
+) -> tuple[ModelShape, Levers, int, Hardware | None, tuple[Said, ...]]:
+    """What is to be priced, once flags and files are one, and what there is to say about that."""
     flags, explicit = request.flags, job.explicit if job else frozenset()
     hardware = job.hardware if job else hardware_of(request)
     world = world_of(request, hardware, job.world if job else 1)
@@ -131,7 +151,7 @@ def _resolve(request: Request, job: JobInput | None) -> EstimateInput:
     if "nvme" in (levers.offload_optimizer, levers.offload_param):
         chosen.append(Message("desk.nvme-not-measured"))
     said += (*chosen, *find_idle({name: spelt(name) for name in flags}, shape))
-    return EstimateInput(shape=shape, levers=levers, world=world, hardware=hardware, said=said)
+    return shape, levers, world, hardware, said
 
 
 def _lacks_bf16(hardware: Hardware) -> bool:
@@ -174,13 +194,71 @@ def world_of(request: Request, hardware: Hardware | None, otherwise: int = 1) ->
     return world
 
 
-def _job(request: Request) -> JobInput | None:
-    """What the file says, if it is a job file."""
-    if request.file is None:
+def _read_job(request: Request) -> JobInput | None:
+    """The job of the file, with what the flags say over it; None: it is no job file. What cannot be read at all is left
+    to the other reader to say."""
+    if request.file is None or request.file.is_llamafactory or isinstance(request.file.found, UserError):
         return None
-    from tightfit.desk.estimate_job import is_job, read_job_input
+    from tightfit.formats.llamafactory.keys import KNOWN
+    from tightfit.job.training import MARKS, is_arguments
 
-    return read_job_input(request, request.file) if is_job(request.file) else None
+    tree = request.file.found.tree
+    telling = {field.name for field in fields(Job)} | {*MARKS}  # the keys of a job file, in either of its forms
+    if not is_arguments(tree) and not set(tree) & (telling - KNOWN):
+        return None
+    read = job_from_text(request.file.found, model=request.model)
+    stage = pick_stage(request, read.job)
+    job = job_from_flags(request.flags, read.job if stage is None else stage.job)
+    num_gpus = read.num_gpus if request.world is None and "gpus" not in request.flags else None
+    hardware = None if job.hardware.gpus is None else hardware_of_job(job, num_gpus)
+    ids = job.hardware.gpu_ids
+    world = hardware.world if hardware else num_gpus or (len(ids) if ids else 1)
+    shape = model_of(job, trust_trace=request.trace)
+    levers, batch_said = levers_of(job, shape), list[Said]()
+    training = world if request.world is None else request.world
+    if job.effective_batch is not None and "accum" not in job.levers and training >= 1:
+        # The sequences of a step as forward passes of the micro batch that is pinned, or of one.
+        batch, micro = job.effective_batch, levers.micro_batch
+        share, rest = divmod(batch, training * micro)
+        if rest:
+            batch_said.append(Message("desk.batch-not-shared", batch=batch, gpus=training))
+        else:
+            levers = replace(levers, accumulation=share)
+            batch_said.append(Message("desk.batch-priced", batch=batch, gpus=training, micro=micro, accum=share))
+    return JobInput(
+        file=request.file.path.name,
+        shape=shape,
+        levers=levers,
+        hardware=hardware,
+        world=world,
+        explicit=read.explicit | (names_in(stage.fields) if stage else set()),
+        said=tuple(said for said in read.said if id_of(said) not in _ABOUT_PLANS),
+        batch_said=tuple(batch_said),
+        tier=job.tier,
+    )
+
+
+def find_planned_way(request: Request, job: JobInput) -> tuple[Way, tuple[Said, ...]] | None:
+    """The way that `tightfit train` would take, and the sentence about it; None: the job is to be taken as it stands.
+
+    Where nothing fits, it is the way that needs least of a card.
+    """
+    named = "engine" in request.flags or request.deepspeed is not None or "levers.engine" in job.explicit
+    if named or job.hardware is None or job.tier == "all":
+        return None
+    from tightfit.desk.plan import answered
+    from tightfit.planner.plan import Plan
+    from tightfit.planner.tiers import Tiered
+
+    answer, _ = answered(request, advice=False)
+    plan = answer.plan if isinstance(answer, Tiered) else answer
+    if not isinstance(plan, Plan) or not (plan.chosen or plan.alternatives):
+        return None
+    if plan.chosen is not None:
+        changes = [Message("desk.changes-training", change=change) for change in plan.chosen.changes]
+        return plan.chosen, (Message("desk.priced-plan", file=job.file, tier=job.tier), *job.said, *changes)
+    least = max(plan.alternatives, key=lambda way: way.gpu_spare_bytes)
+    return least, (Message("desk.priced-least", file=job.file, tier=job.tier), *job.said)
 
 
 def _inputs(
@@ -237,3 +315,44 @@ def _from_llamafactory(
 
 def _names_fsdp2(request: Request) -> bool:
     return str(request.flags.get("engine", "")).lower() == FSDP2
+
+
+def price_config(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced:
+    """What the training in somebody's config takes; an error says what is missing to know it. The model is looked for
+    on this machine alone (a preset, an id that we know, a folder): diagnosing sends nothing."""
+    from tightfit.formats.document import read_document
+    from tightfit.formats.recognise import recognise
+
+    document = read_document(path)
+    kind, values = recognise(document).name, document.values
+    keys = ("model", "model_name_or_path", "model_id_or_path")
+    word = model or next((values[key] for key in keys if isinstance(values.get(key), str)), None)
+    if word is None and not isinstance(values.get("model"), dict) and "preset" not in values:
+        raise ConfigError(Message("cli.does-say-model", name=path.name))
+    if word is not None:
+        name = word.strip()
+        here = name.lower() in PRESETS or os.path.exists(os.path.expanduser(name)) or find_checkpoint(name) is not None
+        if not here:
+            raise ConfigError(Message("cli.model-machine-name", word=word))
+    asked: dict[str, Any] = {"model": model, "gpus": gpus}
+    if kind in ("job", "llamafactory"):
+        asked["file"] = str(path)
+    elif kind == "deepspeed":
+        asked |= {"deepspeed": str(path), "model": word}
+    else:  # a trainer's own arguments in our words; what they do not say has our defaults
+        asked |= {
+            "model": word,
+            "engine": None if known.stage is None else f"zero{known.stage}",
+            "offload_optimizer": known.offload_optimizer,
+            "offload_param": known.offload_param,
+            "micro_batch": known.micro_batch,
+            "accum": known.accumulation,
+            "seq": known.sequence,
+            "precision": known.precision,
+            "method": known.method,
+            "checkpointing": None if known.checkpointing is None else "full" if known.checkpointing else "none",
+            "loss": known.loss,
+            "attention": known.attention if known.attention in ("sdpa", "eager", "flash") else None,
+            "world": known.world,
+        }
+    return estimated(read_request({name: value for name, value in asked.items() if value is not None}))

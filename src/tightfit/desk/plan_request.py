@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.desk.request import Request, find_idle
-from tightfit.desk.stages import pick_stage
+from tightfit.desk.request import Request, find_idle, pick_stage
 from tightfit.inputs.flags import spelt
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
 from tightfit.job.file import (
     JOB_FLAGS,
+    JobFile,
     adapter_dtype_of,
     dump_job,
     hardware_of,
@@ -39,28 +39,8 @@ class PlanInput:
     job: Job
     shape: ModelShape
     hardware: Hardware
-    explicit: frozenset[str]
-    """The fields of the job that the user set, by dotted name."""
+    explicit: frozenset[str]  # the fields of the job that the user set, by dotted name
     said: tuple[Said, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSays:
-    """What a file asks for."""
-
-    path: Path
-    job: Job
-    explicit: frozenset[str]
-    """The fields that it sets, also those set to their defaults."""
-    said: tuple[Said, ...] = ()
-    num_gpus: int | None = None
-    """GPUs of a node, where the file gives a number and need not name a card."""
-    batch_per_gpu: int | None = None
-    """Sequences a step of one GPU, where the file counts them so, as LLaMA-Factory's do."""
-
-    @property
-    def is_llamafactory(self) -> bool:
-        return self.batch_per_gpu is not None
 
 
 def resolve_request(
@@ -74,9 +54,9 @@ def resolve_request(
     other cards than this machine's are of no use; `for_others`: another trainer than our own worker may run it."""
     from tightfit.hardware.catalogue import native_bf16
 
-    given = dict(request.flags)
+    given, path = dict(request.flags), request.file.path if request.file else None
     launcher = request.launcher if for_others else "torchrun"
-    file = _file(request, launcher)
+    file, batch_per_gpu = _read_file(request, launcher)
     if file is None and request.model is not None:
         given["model"] = request.model
     stage = pick_stage(request, file.job if file else None)
@@ -84,25 +64,30 @@ def resolve_request(
         given["output"] = str(stage.folder)
         if stage.number > 1:
             given.pop("model", None)
-        said = (*file.said, Message("desk.stage-note", stage=stage.words))
-        file = replace(file, job=stage.job, explicit=file.explicit | names_in(stage.fields), said=said)
+        told = (*file.said, Message("desk.stage-note", stage=stage.words))
+        file = replace(file, job=stage.job, explicit=file.explicit | names_in(stage.fields), said=told)
     base = file.job if file else request.job
     job = job_from_flags(given, base)
     explicit = {JOB_FLAGS[name] for name in given} | {"levers.deepspeed_version"}
     explicit |= file.explicit if file else names_in(dump_job(base)) if base else set()
     if not for_others and job.trainer != "tightfit":
         raise ConfigError(Message("desk.for-another-trainer", trainer=NAMES[job.trainer]))
-    job, trainer_said = _choose_trainer(job, file, launcher, explicit)
+    job, said = _choose_trainer(request, job, launcher, explicit)
     hardware = _hardware(request, job, file, runs_here=runs_here)
     hardware = hardware if adapt is None else adapt(job, hardware)
-    batch_said: tuple[Said, ...] = ()
-    if file is not None and file.batch_per_gpu is not None and "effective_batch" not in explicit:
-        each, world = file.batch_per_gpu, hardware.world
+    # What the file's reader had to say, and which of its numbers makes way for a flag.
+    winner = next(iter(_find_counts(request)), None)
+    if file is not None and winner is not None and file.num_gpus is not None:
+        said += [each for each in file.said if id_of(each) != "job.gpus-of-this-machine"]
+        if hardware.gpus_per_node != file.num_gpus or hardware.nodes != 1:
+            said.append(Message("desk.flag-wins", flag=winner, num_gpus=file.num_gpus))
+    elif file is not None:
+        said += file.said
+    if path is not None and batch_per_gpu is not None and "effective_batch" not in explicit:
+        each, world = batch_per_gpu, hardware.world
         job = replace(job, effective_batch=each * world)
-        batch_said = (Message("desk.batch-per-gpu", file=file.path.name, each=each, gpus=world, batch=each * world),)
-    if file is not None and file.is_llamafactory:
+        said.append(Message("desk.batch-per-gpu", file=path.name, each=each, gpus=world, batch=each * world))
         explicit.add("effective_batch")
-    max_said: tuple[Said, ...] = ()
     if request.max is not None:
         # Without what `--max` replaces. Flags that contradict it are refused; a file's values only make way.
         if job.tier is not None:
@@ -110,64 +95,44 @@ def resolve_request(
         job = replace(job, limits=replace(job.limits, allow=()))
         if request.max == "micro-batch":
             if job.effective_batch is not None:
-                max_said = (Message("desk.batch-makes-way", batch=job.effective_batch),)
+                said.append(Message("desk.batch-makes-way", batch=job.effective_batch))
             levers = {name: value for name, value in job.levers.items() if name != "micro_batch"}
             job = replace(job, effective_batch=None, levers=levers)
-    version_said: tuple[Said, ...] = ()
     if "deepspeed_version" not in job.levers:  # what it holds in memory differs between versions
-        version, version_said = choose_deepspeed(hardware, job.trainer, request.llamafactory_version)
+        version, why = choose_deepspeed(hardware, job.trainer, request.llamafactory_version)
         job = replace(job, levers={**job.levers, "deepspeed_version": version})
-    precision_said: tuple[Said, ...] = ()
+        said += why
     if job.precision == "bf16" and native_bf16(hardware.gpu.arch) is False:
         # It is the user's; where nobody named one, it is what the card multiplies.
         asked = "precision" in explicit
         job = job if asked else replace(job, precision="fp16")
-        precision_said = (Message("desk.no-bf16" if asked else "desk.fp16-chosen", card=hardware.gpu.name),)
+        said.append(Message("desk.no-bf16" if asked else "desk.fp16-chosen", card=hardware.gpu.name))
     shape = model_of(job, trust_trace=request.trace)
     if stage is not None and stage.model is not None and (stage.model.exists() or request.write is not None):
         job = replace(job, model=str(stage.model.absolute()))  # of the same shape, and there when its turn comes
-    # What the file's reader had to say, and which of its numbers makes way for a flag.
-    file_said = file.said if file else ()
-    winner = next(iter(_find_counts(request)), None)
-    if file is not None and winner is not None and file.num_gpus is not None:
-        file_said = tuple(each for each in file.said if id_of(each) != "job.gpus-of-this-machine")
-        if hardware.gpus_per_node != file.num_gpus or hardware.nodes != 1:
-            file_said += (Message("desk.flag-wins", flag=winner, num_gpus=file.num_gpus),)
     # What was said for nothing.
-    names = {name: spelt(name) if name in request.flags else f"levers.{name}" for name in job.levers}
-    idle = find_idle(names, shape)
+    said += find_idle({name: spelt(name) if name in request.flags else f"levers.{name}" for name in job.levers}, shape)
     if job.schedule == "constant" and job.warmup and "warmup" in explicit:
         warmup = next((spelt(name) for name in ("warmup_steps", "warmup_ratio") if name in request.flags), "warmup")
-        idle += (Message("desk.no-warm-up", name=warmup),)
+        said.append(Message("desk.no-warm-up", name=warmup))
     if request.hostfile is not None and hardware.nodes == 1:
-        idle += (Message("desk.hostfile-idle"),)
-    said = (*trainer_said, *file_said, *batch_said, *max_said, *version_said, *precision_said)
-    return PlanInput(
-        job=place_job(job, file.path if file else None),
-        shape=shape,
-        hardware=hardware,
-        explicit=frozenset(explicit),
-        said=(*said, *idle),
-    )
+        said.append(Message("desk.hostfile-idle"))
+    job = place_job(job, path)
+    return PlanInput(job=job, shape=shape, hardware=hardware, explicit=frozenset(explicit), said=tuple(said))
 
 
-# --- the file -----------------------------------------------------------------------------------
-
-
-def _file(request: Request, launcher: str | None) -> FileSays | None:
+def _read_file(request: Request, launcher: str | None) -> tuple[JobFile | None, int | None]:
+    """What the file asks for; and the sequences a step of one GPU, where it counts them so, as LLaMA-Factory's do."""
     if request.file is None:
-        return None
-    path = request.file.path
-    if request.file.is_llamafactory:
-        from tightfit.formats.llamafactory.job import llamafactory_job_from  # brings yaml
+        return None, None
+    if not request.file.is_llamafactory:
+        return job_from_text(request.file.read(), model=request.model), None
+    from tightfit.formats.llamafactory.job import llamafactory_job_from  # brings yaml
 
-        usual = "llamafactory" if launcher in (None, "llamafactory") else None
-        stays = request.flags.get("for", usual) == "llamafactory"
-        found = llamafactory_job_from(request.file.read(), request.model, stays=stays)
-        names = names_in(found.tree)
-        return FileSays(path=path, job=found.job, explicit=names, said=found.said, batch_per_gpu=found.batch_per_gpu)
-    read = job_from_text(request.file.read(), model=request.model)
-    return FileSays(path=path, job=read.job, explicit=read.explicit, said=read.said, num_gpus=read.num_gpus)
+    usual = "llamafactory" if launcher in (None, "llamafactory") else None
+    stays = request.flags.get("for", usual) == "llamafactory"
+    found = llamafactory_job_from(request.file.read(), request.model, stays=stays)
+    return JobFile(job=found.job, said=found.said, explicit=names_in(found.tree)), found.batch_per_gpu
 
 
 def _find_counts(request: Request) -> list[str]:
@@ -176,14 +141,9 @@ def _find_counts(request: Request) -> list[str]:
     return [spelt(name) for name, value in said.items() if value is not None]
 
 
-# --- what was not said --------------------------------------------------------------------------
-
-
-def _choose_trainer(
-    job: Job, file: FileSays | None, launcher: str | None, explicit: set[str] | frozenset[str]
-) -> tuple[Job, tuple[Said, ...]]:
+def _choose_trainer(request: Request, job: Job, launcher: str | None, explicit: set[str]) -> tuple[Job, list[Said]]:
     """The job with its trainer: what was said, or the one that the launcher starts, or the one whose file this is."""
-    said: tuple[Said, ...] = ()
+    said, file = list[Said](), request.file
     if "trainer" in explicit:
         if launcher is not None and job.trainer != "tightfit" and launcher != STARTS[job.trainer]:
             raise ConfigError(Message("desk.other-launcher", launcher=launcher, trainer=NAMES[job.trainer]))
@@ -193,17 +153,14 @@ def _choose_trainer(
         job = replace(job, trainer="llamafactory")
     elif launcher is None and file is not None and file.is_llamafactory and not job.frozen_layers:
         job = replace(job, trainer="llamafactory")
-        said = (Message("desk.for-llamafactory", file=file.path.name),)
+        said.append(Message("desk.for-llamafactory", file=file.path.name))
     held = adapter_dtype_of(job)
     if "lora.dtype" in explicit and job.method != "full" and job.lora.dtype != held:
         raise ConfigError(Message("desk.adapter-dtype", trainer=NAMES[job.trainer], held=held, asked=job.lora.dtype))
     return job, said
 
 
-# --- the machine --------------------------------------------------------------------------------
-
-
-def _hardware(request: Request, job: Job, file: FileSays | None, *, runs_here: bool) -> Hardware:
+def _hardware(request: Request, job: Job, file: JobFile | None, *, runs_here: bool) -> Hardware:
     """What the flags name, else what the file names, else this machine; as much of it as is to be used."""
     of_file = None if file is None or _find_counts(request) else file
     num_gpus = of_file.num_gpus if of_file else request.num_gpus
@@ -212,7 +169,7 @@ def _hardware(request: Request, job: Job, file: FileSays | None, *, runs_here: b
     except HardwareError as error:
         if id_of(error.said) not in ("job.no-gpus-there", "job.fewer-gpus-there") or job.hardware.gpus is not None:
             raise
-        where = name_in("num_gpus", of_file.path.name) if of_file else "--num-gpus"
+        where = name_in("num_gpus", request.file.path.name) if of_file and request.file else "--num-gpus"
         if not runs_here:
             raise HardwareError(Message("desk.more-gpus-than-here", where=where, count=num_gpus)) from None
         machine = hardware_of(job)

@@ -8,23 +8,28 @@ Its file is opened and parsed here, once; who asks later what it says asks the r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.inputs.flags import LEVERS, meant, spelt
 from tightfit.inputs.spelling import as_number
 from tightfit.job import Job, Wanted
-from tightfit.job.file import JOB_FLAGS
+from tightfit.job.file import (
+    JOB_FLAGS,
+    folder_of_merged_model,
+    job_from_text,
+    model_left_by,
+    stage_folder,
+    stage_of,
+)
 from tightfit.job.text import JobText, read_job_text
 from tightfit.messages import Message, Said
 from tightfit.model.presets import PRESETS
 from tightfit.types import Attention, ConfigError, Mamba1, Mamba2, ModelShape, Traced, UserError
 
-LLAMAFACTORY_MARK = "model_name_or_path"
-"""The key that every LLaMA-Factory training has, and no job file."""
-MOST_MARGIN = 90
-"""Percent: what is below this may be meant as a percentage."""
+LLAMAFACTORY_MARK = "model_name_or_path"  # the key that every LLaMA-Factory training has, and no job file
+MOST_MARGIN = 90  # percent: what is below this may be meant as a percentage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +37,7 @@ class RequestFile:
     """The file that a request starts from. Whose it is decides who says what is wrong in it."""
 
     path: Path
-    found: JobText | UserError
-    """What it holds, or why it cannot be read."""
+    found: JobText | UserError  # what it holds, or why it cannot be read
 
     def read(self) -> JobText:
         if isinstance(self.found, UserError):
@@ -52,23 +56,16 @@ class Request:
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The fields of a job that were said, by the names of `JOB_FLAGS`."""
-    file: RequestFile | None = None
-    """A job file, or a LLaMA-Factory YAML; flags win over it."""
-    job: Job | None = None
-    """In place of a file, from Python."""
-    deepspeed: str | None = None
-    """A DeepSpeed JSON to estimate."""
-    trace: bool = False
-    """Whether a model of an unknown kind is built on the meta device."""
+    file: RequestFile | None = None  # a job file, or a LLaMA-Factory YAML; flags win over it
+    job: Job | None = None  # in place of a file, from Python
+    deepspeed: str | None = None  # a DeepSpeed JSON to estimate
+    trace: bool = False  # whether a model of an unknown kind is built on the meta device
     num_gpus: int | None = None
     world: int | None = None
     only_stage: int | None = None
-    max: Wanted | None = None
-    """The most that fits of this, instead of the fastest way."""
-    calibrates: bool = True
-    """Whether what earlier runs have taught counts."""
-    write: str | None = None
-    """The folder for the files of the plan."""
+    max: Wanted | None = None  # the most that fits of this, instead of the fastest way
+    calibrates: bool = True  # whether what earlier runs have taught counts
+    write: str | None = None  # the folder for the files of the plan
     force: bool = False
     launcher: str | None = None
     port: int | None = None
@@ -157,3 +154,67 @@ def find_idle(named: Mapping[str, str], shape: ModelShape) -> tuple[Said, ...]:
     if "scan" in named and not {Mamba1, Mamba2} & set(kinds):
         said.append(Message("desk.no-mamba", name=named["scan"], model=shape.name))
     return tuple(said)
+
+
+# --- a job of several stages, asked for as a whole or stage by stage: see `job/file.py` -----------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of a job."""
+
+    number: int
+    count: int
+    job: Job
+    root: str  # the folder of the whole job
+    fields: Mapping[str, Any]  # what the stage itself sets
+    model: Path | None
+    """The folder from which it starts, whether it is there yet or not; None: the first starts from the job's model."""
+
+    @property
+    def folder(self) -> Path:
+        return stage_folder(self.root, self.number)
+
+    @property
+    def words(self) -> Message:
+        what = {"embeddings": Message("desk.embeddings-alone"), "layers": Message("desk.all-but-embeddings")}
+        method = None if self.job.method == "full" else self.job.method
+        trains = what.get(self.job.trains)
+        return Message("desk.stage", number=self.number, count=self.count, trains=trains, method=method)
+
+
+def pick_stage(request: Request, job: Job | None) -> Stage | None:
+    """The stage that `--only-stage` picks of the job of a request's file; None: it has none, or there is no file."""
+    number, file = request.only_stage, request.file.path if request.file else None
+    if job is None or file is None or not job.stages:
+        if number is not None:
+            raise ConfigError(Message("desk.no-stages"))
+        return None
+    count = len(job.stages)
+    if number is None:
+        raise ConfigError(Message("desk.which-stage", file=file.name, count=count))
+    if not 1 <= number <= count:
+        raise ConfigError(Message("desk.no-such-stage", number=number, file=file.name, count=count))
+    root, model, before = request.flags.get("output", job.saving.folder), None, number - 1
+    staged = stage_of(job, number, file.name)
+    if before:
+        adapters = stage_of(job, before, file.name).method != "full"
+        usual = folder_of_merged_model(root, before) if adapters else stage_folder(root, before) / "model"
+        model = model_left_by(root, before) or usual
+    return Stage(number=number, count=count, job=staged, root=root, fields=job.stages[before], model=model)
+
+
+def each_stage(request: Request) -> list[Request]:
+    """The same question for every stage of a job; empty: it has none, or one was picked."""
+    if request.file is None or request.only_stage is not None or request.file.is_llamafactory:
+        return []
+    job = job_from_text(request.file.read(), model=request.model).job
+    asked = []
+    for number in range(1, len(job.stages) + 1):
+        one = replace(request, only_stage=number)
+        if request.write is not None:
+            root = Path(request.flags.get("output", job.saving.folder)).expanduser().absolute()
+            folder = str(stage_folder(request.write, number))
+            one = replace(one, write=folder, flags={**request.flags, "output": str(root)})
+        asked.append(one)
+    return asked

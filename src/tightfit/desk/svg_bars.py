@@ -17,17 +17,13 @@ from tightfit.planner.reasons import worth_showing
 from tightfit.priced import GIB, Priced, amounts, billions, spell_component, strategy_line, strategy_name
 from tightfit.types import Footprint, PhaseName
 
-MOST_OVER = 1.5
-"""A bar ends at this multiple of the line; what is longer is told by its number."""
+MOST_OVER = 1.5  # a bar ends at this multiple of the line; what is longer is told by its number
 BAR, SLIM, HEAD, FOOT, GAP = 26, 16, 20, 16, 12
 """Heights in pixels: a bar, a slim one, the words above it, those of the lines, and the room between two bars."""
-EDGE = 3
-"""By how much a line stands out of its bar."""
-TELLING_SHARE = 0.09
-"""A part that is narrower than this share of the drawing has no word in it."""
+EDGE = 3  # by how much a line stands out of its bar
+TELLING_SHARE = 0.09  # a part that is narrower than this share of the drawing has no word in it
 DARK, LIGHT = "#111111", "#ffffff"
-OVERHEAD = "overhead"
-"""Allocator slack, context and communicator, as one part."""
+OVERHEAD = "overhead"  # allocator slack, context and communicator, as one part
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +65,7 @@ _STROKES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    kind: str
-    """The component's name: decides colour and pattern."""
+    kind: str  # the component's name: decides colour and pattern
     label: str
     size_bytes: int
 
@@ -87,12 +82,9 @@ class BarLine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
     parts: tuple[Part, ...]
-    lines: tuple[BarLine, ...] = ()
-    """The first is the end of what there is."""
-    name: str = ""
-    """Said above the bar; empty: nothing is."""
-    note: str = ""
-    """The same, at the other end."""
+    lines: tuple[BarLine, ...] = ()  # the first is the end of what there is
+    name: str = ""  # said above the bar; empty: nothing is
+    note: str = ""  # the same, at the other end
     is_slim: bool = False
 
     @property

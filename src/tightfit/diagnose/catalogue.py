@@ -42,22 +42,13 @@ asked; logits: what was asked is a number of rows of the vocabulary."""
 class Expression:
     """A regular expression that is compiled when it is first used: a log needs a few of some hundreds."""
 
-    __slots__ = ("_compiled", "text")
-
     def __init__(self, text: str) -> None:
         self.text = text
-        self._compiled: re.Pattern[str] | None = None
+        self.is_anchored = text.startswith("^")  # it asks for the beginning of a message
 
-    @property
+    @cached_property
     def compiled(self) -> re.Pattern[str]:
-        if self._compiled is None:
-            self._compiled = re.compile(self.text, re.IGNORECASE)
-        return self._compiled
-
-    @property
-    def is_anchored(self) -> bool:
-        """It asks for the beginning of a message."""
-        return self.text.startswith("^")
+        return re.compile(self.text, re.IGNORECASE)
 
     def search(self, text: str) -> re.Match[str] | None:
         return self.compiled.search(text)
@@ -87,8 +78,7 @@ class SymptomText(NamedTuple):
 
     id: str
     names: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    """What may be left out where the log does not tell it."""
+    optional: tuple[str, ...] = ()  # what may be left out where the log does not tell it
 
     def fill(self, words: Mapping[str, object]) -> Message:
         """What is not known and cannot be left out is three dots."""
@@ -106,13 +96,10 @@ class Remedy:
     command: str | None = None
     vendors: Mapping[str, str | None]
     """The command on another vendor's cards, where it is another; None: it does not help there."""
-    sets: Mapping[str, str]
-    """What to write into whose file."""
+    sets: Mapping[str, str]  # what to write into whose file
     is_costly: bool = False
-    where: Settings | None = None
-    """Only where this is not known to be otherwise."""
-    unless: Settings | None = None
-    """Not where this is known to hold already."""
+    where: Settings | None = None  # only where this is not known to be otherwise
+    unless: Settings | None = None  # not where this is known to hold already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,45 +111,28 @@ class Symptom:
     remedies: tuple[Remedy, ...]
     role: Role = "fault"
     confidence: Confidence = "certain"
-    lines: tuple[Expression, ...] = ()
-    """Any of these, in one line."""
-    marks: tuple[tuple[Mark, ...], ...] = ()
-    """Of each of the lines."""
+    lines: tuple[Expression, ...] = ()  # any of these, in one line
+    marks: tuple[tuple[Mark, ...], ...] = ()  # of each of the lines
     anywhere: bool = False
     """In the middle of a line as well; otherwise the line must be an error message that begins so."""
-    without: Expression | None = None
-    """Not where the line has this."""
-    follows: Expression | None = None
-    """In the lines after it."""
-    precedes: Expression | None = None
-    """In the lines before it."""
-    around: Expression | None = None
-    """In the lines before or after it."""
-    frames: Expression | None = None
-    """In the traceback."""
-    names: tuple[Expression, ...] = ()
-    """Not asked for: what they find around the line is filled in."""
-    refines: tuple[str, ...] = ()
-    """Symptoms of which this is a special case."""
-    doing: tuple[Doing, ...] = ()
-    """What the log last said that it was doing."""
+    without: Expression | None = None  # not where the line has this
+    follows: Expression | None = None  # in the lines after it
+    precedes: Expression | None = None  # in the lines before it
+    around: Expression | None = None  # in the lines before or after it
+    frames: Expression | None = None  # in the traceback
+    names: tuple[Expression, ...] = ()  # not asked for: what they find around the line is filled in
+    refines: tuple[str, ...] = ()  # symptoms of which this is a special case
+    doing: tuple[Doing, ...] = ()  # what the log last said that it was doing
     least_steps: int | None = None
-    most_steps: int | None = None
-    """Training steps before it."""
+    most_steps: int | None = None  # training steps before it
     oom: tuple[OomShape, ...] = ()
     settings: Settings | None = None
-    exits: tuple[int, ...] = ()
-    """Exit codes that mean this where no text says more."""
-    repeats: int = 1
-    """So many lines at least."""
-    bare: bool = False
-    """Only in a line that ends no traceback."""
-    vague: bool = False
-    """Only where nothing was found that says more."""
-    catches: bool = False
-    """Every exception that no other symptom knows."""
-    weight: int = 0
-    """Among symptoms that fit one line, the heaviest counts."""
+    exits: tuple[int, ...] = ()  # exit codes that mean this where no text says more
+    repeats: int = 1  # so many lines at least
+    bare: bool = False  # only in a line that ends no traceback
+    vague: bool = False  # only where nothing was found that says more
+    catches: bool = False  # every exception that no other symptom knows
+    weight: int = 0  # among symptoms that fit one line, the heaviest counts
     sources: tuple[str, ...] = ()
 
     @property
@@ -185,9 +155,8 @@ class Row(NamedTuple):
 
     def could_match(self, line: bytes) -> bool:
         """`line` in small letters."""
-        for run in self.mark.runs:
-            if run not in line:
-                return False
+        if not all([run in line for run in self.mark.runs]):
+            return False
         if self.mark.digits and not any(number in line for number in self.mark.digits):
             return False
         return self.pattern.is_anchored or self.pattern.search(line.decode("latin-1")) is not None
@@ -274,8 +243,7 @@ _VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
 """Keys of a remedy, and whose cards each is for; the later ones count."""
 _REMEDY_KEYS = {"text", "text_zh", "command", "sets", "costly", "where", "unless", *_VENDORS}
 _SETTINGS = {field.name for field in fields(KnownConfig)} - {"file"}
-_ALWAYS = ("steps", "tokens", "error")
-"""Names that the engine fills in."""
+_ALWAYS = ("steps", "tokens", "error")  # names that the engine fills in
 _NAMES = re.compile(r"\{(\w+)\}")
 
 
@@ -304,6 +272,7 @@ class _Entry:
         more: dict[str, Any] = {key: bool(values.get(key, False)) for key in _SWITCHES}
         more |= {key: self._any(key) for key in _PATTERNS}
         more |= {key: values[key] for key in _NUMBERS if key in values}
+        more |= {key: tuple(self._list(key)) for key in ("refines", "exits", "sources")}
         symptom = Symptom(
             id=values["id"],
             kind=self._choice("kind", values["kind"], get_args(Kind)),
@@ -313,16 +282,13 @@ class _Entry:
             confidence=self._choice("confidence", values.get("confidence", "certain"), get_args(Confidence)),
             lines=lines,
             marks=marks,
-            refines=tuple(self._list("refines")),
             doing=tuple(self._choice("doing", word, get_args(Doing)) for word in self._list("doing")),
             oom=tuple(self._choice("oom", word, get_args(OomShape)) for word in self._list("oom")),
             settings=self._settings(values.get("settings")),
-            exits=tuple(self._list("exits")),
             remedies=tuple(
                 self.remedy(fix, shared, f"{values['id']}.fix-{number}")
                 for number, fix in enumerate(self._list("fixes"), 1)
             ),
-            sources=tuple(self._list("sources")),
             names=tuple(Expression(str(text)) for text in self._list("names")),
             **more,
         )

@@ -51,8 +51,7 @@ _BAR = re.compile(
     rb"(?:^|\])(?P<label>[^\r\n|%\]]{0,80}?)\s*\d{1,3}%\|[^|\r\n]*\|\s*(?P<bar>\d{1,12})/(?P<of>\d{1,12})\s*\["
 )
 _NEAR = 8192
-_SHORT_BAR = 5
-"""A bar of fewer steps is rather one of files or shards."""
+_SHORT_BAR = 5  # a bar of fewer steps is rather one of files or shards
 _LOSS = re.compile(
     rb"(?i)(?<![a-z])(?:train_|lm_|step_|avg_|mean_)?loss['\"]?\s*(?:[:=]|\bis\b)?\s*['\"]?(?:tensor\()?"
     rb"(\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)"
@@ -77,10 +76,8 @@ _SAYS_DONE = re.compile(
 class Signs:
     """What a text shows of a training that goes on."""
 
-    steps: frozenset[bytes] = frozenset()
-    """Numbers of steps, or epochs, that were made."""
-    losses: int = 0
-    """Lines with a loss that is a number."""
+    steps: frozenset[bytes] = frozenset()  # numbers of steps, or epochs, that were made
+    losses: int = 0  # lines with a loss that is a number
     finished: bool = False
     says_done: bool = False
 

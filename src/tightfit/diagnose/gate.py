@@ -48,10 +48,8 @@ _DULL = frozenset(
 class Mark:
     """What a text must contain before an expression is worth trying on it."""
 
-    word: str
-    """As a whole word."""
-    runs: tuple[bytes, ...]
-    """All of them somewhere, in small letters."""
+    word: str  # as a whole word
+    runs: tuple[bytes, ...]  # all of them somewhere, in small letters
     digits: tuple[bytes, ...] | None = None
     """One of these numbers; none: whatever the numbers in a text are, it makes no difference; empty: it may."""
 

@@ -22,8 +22,7 @@ from datetime import datetime, timezone
 from typing import Literal
 
 Level = Literal["debug", "info", "warning", "error"]
-MOST_LETTERS = 4000
-"""Of a line that are looked at."""
+MOST_LETTERS = 4000  # of a line that are looked at
 
 _STRANGE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -86,13 +85,10 @@ class LogMessage:
     """A line without its prefixes."""
 
     number: int
-    text: str
-    """The message, indentation included."""
-    whole: str
-    """The line as it stands, without colours."""
+    text: str  # the message, indentation included
+    whole: str  # the line as it stands, without colours
     rank: int | None
-    stream: str
-    """Lines with the same mark come from one process, where marks tell processes apart."""
+    stream: str  # lines with the same mark come from one process, where marks tell processes apart
     level: Level | None
 
     @property

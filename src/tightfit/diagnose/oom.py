@@ -37,14 +37,11 @@ _RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
 _OWN = re.compile(rf"this process has {_SIZE} memory in use", re.IGNORECASE)
 _PROCESS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IGNORECASE)
 _ALLOWED = re.compile(rf"{_SIZE} allowed", re.IGNORECASE)
-_LEAST_PIECES = 0.05
-"""Share of a card that lies reserved in pieces before that is called the cause."""
+_LEAST_PIECES = 0.05  # share of a card that lies reserved in pieces before that is called the cause
 _MORE, _BESIDE = 1.25, 3 * GIB
 """What a process may hold beside its allocator: context, communicators, libraries' own pools. More is another's."""
-_WHOLE = 0.98
-"""Share of a card above which a limit is none."""
-_CONTEXT = (100 * MIB, 1500 * MIB)
-"""What a process without tensors holds."""
+_WHOLE = 0.98  # share of a card above which a limit is none
+_CONTEXT = (100 * MIB, 1500 * MIB)  # what a process without tensors holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +50,8 @@ class OomMessage:
 
     numbers: OomNumbers
     shapes: frozenset[OomShape]
-    tokens: int | None = None
-    """Rows of the vocabulary that were asked for, where that is what the number is."""
-    strangers: int = 0
-    """Other processes on the device."""
+    tokens: int | None = None  # rows of the vocabulary that were asked for, where that is what the number is
+    strangers: int = 0  # other processes on the device
 
 
 def read_oom(text: str, vocabulary: int | None = None, rows: int | None = None) -> OomMessage:

@@ -16,10 +16,8 @@ from tightfit.priced import GIB
 from tightfit.types import Footprint, Hardware, Phase, PhaseName
 
 _MEMORY = ("device-oom", "fragmentation", "other-process")
-_MOST = 3
-"""Components that are named."""
-_GPU, _HOST = "device-oom", "host-alloc"
-"""What a log would say of a job that does not fit."""
+_MOST = 3  # components that are named
+_GPU, _HOST = "device-oom", "host-alloc"  # what a log would say of a job that does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +26,10 @@ class MemoryPrediction:
 
     phase: PhaseName
     bytes: int
-    components: tuple[tuple[str, int], ...]
-    """The largest first."""
+    components: tuple[tuple[str, int], ...]  # the largest first
     sentence: Message
-    required_bytes: int | None = None
-    """What a card must have for all phases; None: it is the host that is spoken of."""
-    fits: bool | None = None
-    """None: no card is named to compare with."""
+    required_bytes: int | None = None  # what a card must have for all phases; None: it is the host that is spoken of
+    fits: bool | None = None  # None: no card is named to compare with
 
     @property
     def blame(self) -> str | None:

@@ -28,8 +28,7 @@ LARGE_BYTES = 512 * 2**20
 """Of which a log is too large to be looked at whole; some tens of megabytes take a second or more."""
 HEAD_BYTES, TAIL_BYTES = 32 * 2**20, 64 * 2**20
 """What is looked at in any case: settings are told at the beginning, and ends at the end."""
-SIGNS_BYTES = 2**20
-"""In which a training that goes on shows it."""
+SIGNS_BYTES = 2**20  # in which a training that goes on shows it
 COUNTED_BYTES = 4 * 2**20
 _BINARY_SHARE = 0.15
 _FOREIGN_SHARE = 0.3
@@ -43,10 +42,8 @@ _CONTROL = bytes(set(range(32)) - {8, 9, 10, 12, 13, 27}) + b"\x7f"
 class Piece:
     """Some whole lines."""
 
-    data: bytes
-    """UTF-8, or bytes that are no text; drawings of a line stand apart by `\\r`."""
-    first_line: int
-    """Number of its first line, from 1."""
+    data: bytes  # UTF-8, or bytes that are no text; drawings of a line stand apart by `\r`
+    first_line: int  # number of its first line, from 1
 
 
 def pieces(source: LogSource) -> Iterator[Piece]:
@@ -323,8 +320,7 @@ _PRETTY = {
     "\u201c": '"', "\u201d": '"', "\u201e": '"', "\u2018": "'", "\u2019": "'", "\uff1a": ": ", "\uff08": "(",
     "\uff09": ")", "\uff0c": ", ", "\uff1b": "; ", "\uff1d": "=",
 }  # fmt: skip
-_LEADS = (b"\xe2\x80", b"\xef\xbc")
-"""What all of these begin with."""
+_LEADS = (b"\xe2\x80", b"\xef\xbc")  # what all of these begin with
 _WORDS = (b"Error", b"Exception", b"Traceback")
 """One of them is in every text that is worth it: most of a log has none, and is passed over at once."""
 _RAISED = re.compile(rb"^[^\n]*(?:Error|Exception|Traceback|File |No module named)[^\n]*$", re.MULTILINE)

@@ -8,10 +8,9 @@ told from it. The log is read once, in pieces; pieces without a word of the siev
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tightfit.diagnose.catalogue import Catalogue, Row, Symptom
 from tightfit.diagnose.doing import Doing, Signs, last_doing, look_for_settings, signs_in, steps_in
@@ -22,102 +21,65 @@ from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
 from tightfit.diagnose.verdict import LogSource
 from tightfit.job.known import KnownConfig
 
-_BACK = 4
-"""Pieces that are kept to look back into."""
+_BACK = 4  # pieces that are kept to look back into
 _LINES_BEFORE, _LINES_AFTER = 80, 40
 _BACK_BYTES = 32 * 1024
-_MOST_OF_ONE = 40
-"""Findings of one symptom that are kept, and the last one of all."""
+_MOST_OF_ONE = 40  # findings of one symptom that are kept, and the last one of all
 _MOST_TRACEBACKS = 60
 _CUT_HEAD = re.compile(rb'^[^\n]{0,120}?File "[^"\n]+", line \d+, in ', re.MULTILINE)
 """A frame; the first one of a log with no traceback begun above it is of one whose beginning was cut off."""
-_ANGLES = re.compile(r"^<\w+>")
-"""Before a line, a node's name or a number of syslog's as well as a chat's mark."""
-_MOST_KINDS = 4096
-"""Kinds of lines that are remembered to be dull."""
+_ANGLES = re.compile(r"^<\w+>")  # before a line, a node's name or a number of syslog's as well as a chat's mark
+_MOST_KINDS = 4096  # kinds of lines that are remembered to be dull
 
 
 @dataclass(slots=True)
 class LogFinding:
     """A line that could be, or could prove, a cause."""
 
-    source: int
-    """Which of the logs."""
-    order: int
-    """Position in its log, to compare with others of the same."""
+    source: int  # which of the logs
+    order: int  # position in its log, to compare with others of the same
     message: LogMessage
-    symptoms: list[Symptom]
-    """All whose expressions fit the line."""
+    symptoms: list[Symptom]  # all whose expressions fit the line
     rank: int | None
     traceback: Traceback | None = None
     before: tuple[str, ...] = ()
     after: list[str] = field(default_factory=list)
     doing: Doing | None = None
-    steps: int | None = None
-    """Training steps before it; None: none were seen."""
+    steps: int | None = None  # training steps before it; None: none were seen
     at: float | None = None
-    later: Signs = field(default_factory=Signs)
-    """What the log shows of the training after it."""
-    is_replaced: bool = False
-    """A later one of its kind stands for it."""
+    later: Signs = field(default_factory=Signs)  # what the log shows of the training after it
+    is_replaced: bool = False  # a later one of its kind stands for it
 
 
-@dataclass(slots=True)
 class LogScan:
-    """What one log has to say."""
+    """What one log has to say: it is read when this is made."""
 
-    findings: list[LogFinding]
-    config: KnownConfig
-    """What it says in passing of the settings."""
-    lines: int
-    doing: Doing | None
-    """What it was doing when it ends."""
-    steps: int | None
-    last_lines: tuple[str, ...]
-
-
-def scan(source: LogSource, index: int, known: Catalogue) -> LogScan:
-    """Read one log."""
-    return _Scanner(source, index, known).run()
-
-
-class _Dull(NamedTuple):
-    """What may still make a line of a dull kind worth a look."""
-
-    rows: tuple[Row, ...]
-    """The expressions for which the numbers matter."""
-    numbers: tuple[bytes, ...]
-    """One of these must be in it."""
-
-
-class _Scanner:
     def __init__(self, source: LogSource, index: int, known: Catalogue) -> None:
         self.source, self.index, self.known = source, index, known
         self.words = frozenset(known.by_word) | {b"traceback"}
         self.findings: list[LogFinding] = []
-        self.counts: dict[str, int] = {}
-        self.dull: dict[bytes, _Dull] = {}
-        """Kinds of lines that were looked at in vain."""
-        self.assembler = Assembler()
-        self.open: list[LogFinding] = []
-        """Those whose lines after are still being collected."""
-        self.usual: dict[bytes, tuple[Symptom, ...]] = {}
-        """Kinds of lines of which there are too many to look at each."""
-        self.latest: dict[str, tuple[LogFinding, tuple[bytes, ...]]] = {}
-        """The last one of those of which there are too many to keep, and what stood before it."""
-        self.fresh: list[tuple[int, LogFinding]] = []
-        """Those of the piece at hand, and where they end in it."""
-        self.watched: list[LogFinding] = []
-        """Those of which it is not known yet whether the training went on."""
-        self.back: deque[bytes] = deque(maxlen=_BACK)
-        self.config = KnownConfig()
-        self.prefix: re.Pattern[str] | None = None
-        """Of this log's lines, where it has one that is in no list."""
+        self.config = KnownConfig()  # what it says in passing of the settings
         self.lines = 0
-        self.cut_head: int | None = None
-        """Where in the piece at hand a traceback goes on whose beginning the log does not have."""
+        self.counts: Counter[str] = Counter()
+        # Kinds of lines that were looked at in vain. What may still make one of them worth a look: the expressions for
+        # which the numbers matter, if one of these numbers is in it.
+        self.dull: dict[bytes, tuple[tuple[Row, ...], tuple[bytes, ...]]] = {}
+        self.assembler = Assembler()
+        self.open: list[LogFinding] = []  # those whose lines after are still being collected
+        self.usual: dict[bytes, tuple[Symptom, ...]] = {}  # kinds of which there are too many to look at each
+        # The last one of those of which there are too many to keep, and what stood before it.
+        self.latest: dict[str, tuple[LogFinding, tuple[bytes, ...]]] = {}
+        self.fresh: list[tuple[int, LogFinding]] = []  # those of the piece at hand, and where they end in it
+        self.watched: list[LogFinding] = []  # those of which it is not known yet whether the training went on
+        self.back: deque[bytes] = deque(maxlen=_BACK)
+        self.prefix: re.Pattern[str] | None = None  # of this log's lines, where it has one that is in no list
+        self.cut_head: int | None = None  # where in the piece a traceback goes on whose beginning the log does not have
+        self._read()
+        tail = b"".join(self.back)
+        self.doing, self.steps = last_doing(tail), steps_in(tail)  # when it ends
+        self.last_lines = [plain(line) for line in re.split(rb"[\r\n]+", tail[-8192:]) if line.strip()][-20:]
 
-    def run(self) -> LogScan:
+    def _read(self) -> None:
         for piece in pieces(self.source):
             words = set(piece.data.translate(WORDS).split())
             self.config = look_for_settings(self.config, piece.data, words)
@@ -139,12 +101,7 @@ class _Scanner:
         for finding, back in self.latest.values():
             _place(finding, back)
             self.findings.append(finding)
-        tail = b"".join(self.back)
-        last = tuple(plain(line) for line in re.split(rb"[\r\n]+", tail[-8192:]) if line.strip())[-20:]
-        return LogScan(
-            findings=self.findings, config=self.config, lines=self.lines,
-            doing=last_doing(tail), steps=steps_in(tail), last_lines=last,
-        )  # fmt: skip
+        self.dull.clear()
 
     def _look_at(self, piece: Piece, hot: set[bytes]) -> None:
         """Look at the lines that have a word of the sieve, and at those that follow what was found."""
@@ -163,12 +120,12 @@ class _Scanner:
                 if kind in self.usual:
                     again[kind] = (start, end, number)
                 else:
-                    known = self.dull.get(kind)
-                    if known is None or any([asked in line for asked in known.numbers]):
-                        rows = self._rows(line, hot) if known is None else known.rows
+                    left, numbers = self.dull.get(kind) or (None, (b"",))
+                    if any([asked in line for asked in numbers]):
+                        rows = self._rows(line, hot) if left is None else left
                         if b"traceback" in line or any([row.could_match(line) for row in rows]):
                             self._line(piece, start, end, number, rows)
-                        elif known is None:
+                        elif left is None:
                             self._is_dull(kind, rows)
             if not ends_drawings or piece.data[end : end + 1] == b"\n":
                 number += 1
@@ -228,10 +185,7 @@ class _Scanner:
         begun = HEADER.search(message.text)
         if begun is None or is_quoted(_ANGLES.sub("", message.text[: begun.start()])):
             return message
-        prefix = prefix_of(message, begun.start())
-        if prefix is None:
-            return message
-        self.prefix = prefix
+        self.prefix = prefix_of(message, begun.start()) or self.prefix
         return self._message(message.whole, message.number)
 
     def _is_dull(self, kind: bytes, rows: tuple[Row, ...]) -> None:
@@ -241,13 +195,13 @@ class _Scanner:
         if kind not in self.dull and b"traceback" not in kind:
             left = tuple(row for row in rows if row.mark.digits is not None and row.mark.is_in_kind(kind))
             asked = tuple({number for row in left for number in row.mark.digits or (b"",)})
-            self.dull[kind] = _Dull(left, asked)
+            self.dull[kind] = left, asked
 
     def _make_finding(
         self, piece: Piece, end: int, message: LogMessage, symptoms: list[Symptom], traceback: Traceback | None
     ) -> LogFinding:
         name = symptoms[0].id if symptoms else "traceback"
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.counts[name] += 1
         finding = LogFinding(
             source=self.index,
             order=traceback.opened.number if traceback else message.number,

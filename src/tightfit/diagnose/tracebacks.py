@@ -18,8 +18,7 @@ from tightfit.types import PhaseName
 HEADER = re.compile(r"\bTraceback \(most recent call last\):?(?: \(RANK \d+\))?[\s:│|─━═╮┓┐+-]*$")
 """Other runtimes spell theirs otherwise, and end it otherwise. It ends its line: one with more behind it is quoted."""
 _MOST_FRAMES = 400
-_MOST_NOISE = 80
-"""Lines of others between the frames of a traceback before it is given up."""
+_MOST_NOISE = 80  # lines of others between the frames of a traceback before it is given up
 _EXCEPTION = re.compile(r"^(?:\| *)?(?P<name>(?:[A-Za-z_][\w<>]*\.)*[A-Za-z_]\w*)(?:: (?P<text>.*)|:|)$")
 _NAMES = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|Empty|Full|Group|Fault|Abort|Stop\w*)\w*$"
@@ -44,20 +43,14 @@ class Traceback:
     """One exception that somebody printed."""
 
     opened: LogMessage
-    frames: list[tuple[int, str]] = field(default_factory=list)
-    """Line numbers and lines."""
+    frames: list[tuple[int, str]] = field(default_factory=list)  # line numbers and lines
     exception: LogMessage | None = None
     name: str = ""
-    is_aside: bool = False
-    """Printed by something that goes on: a destructor, the logging."""
-    in_thread: bool = False
-    """Of a thread beside the program, which may go on without it."""
-    chained: bool = False
-    """Another one follows that was raised while this was handled."""
-    follows: bool = False
-    """It is the one that follows."""
-    headless: bool = False
-    """Its beginning is not in the log: only what stands right under its frames ends it."""
+    is_aside: bool = False  # printed by something that goes on: a destructor, the logging
+    in_thread: bool = False  # of a thread beside the program, which may go on without it
+    chained: bool = False  # another one follows that was raised while this was handled
+    follows: bool = False  # it is the one that follows
+    headless: bool = False  # its beginning is not in the log: only what stands right under its frames ends it
 
     @property
     def indent(self) -> int:
@@ -83,10 +76,8 @@ class _Stream:
     noise: int = 0
     last: Traceback | None = None
     since_last: int = 99
-    aside: bool = False
-    """An aside was announced."""
-    thread: bool = False
-    """Likewise a thread's end."""
+    aside: bool = False  # an aside was announced
+    thread: bool = False  # likewise a thread's end
 
 
 class Assembler:
@@ -94,8 +85,7 @@ class Assembler:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, int | None], _Stream] = {}
-        self.is_open = False
-        """Some traceback is not whole yet."""
+        self.is_open = False  # some traceback is not whole yet
 
     def unfinished(self) -> Iterator[Traceback]:
         """Those whose end the log does not have."""

@@ -43,13 +43,10 @@ Confidence = Literal["certain", "likely", "possible"]
 class LogSource:
     """One log. A file is read in pieces, never whole."""
 
-    name: Said
-    """What to call it in the evidence."""
+    name: Said  # what to call it in the evidence
     path: Path | None = None
-    text: str | None = None
-    """Instead of a file."""
-    rank: int | None = None
-    """Whose log it is, where it has one writer."""
+    text: str | None = None  # instead of a file
+    rank: int | None = None  # whose log it is, where it has one writer
     on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
     """Is told how many bytes of the file are behind, for somebody who waits."""
 
@@ -58,12 +55,9 @@ class LogSource:
 class RankExit:
     """How one process ended."""
 
-    rank: int | None
-    """None: of the whole command."""
-    code: int
-    """Negative: the signal that ended it."""
-    at: float
-    """Seconds, to know which was first."""
+    rank: int | None  # None: of the whole command
+    code: int  # negative: the signal that ended it
+    at: float  # seconds, to know which was first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +66,7 @@ class Evidence:
 
     logs: tuple[LogSource, ...]
     exits: tuple[RankExit, ...] = ()
-    kernel: tuple[str, ...] = ()
-    """Lines of the kernel's log from the time of the run."""
+    kernel: tuple[str, ...] = ()  # lines of the kernel's log from the time of the run
     vocabulary: int | None = None
     config: KnownConfig | None = None
 
@@ -82,12 +75,9 @@ class Evidence:
 class Line:
     """One line of evidence."""
 
-    source: Said
-    """A file's name, `exit code`, `kernel log`."""
-    number: int | None
-    """Of the line in the file, from 1."""
-    text: Said
-    """Without colour codes; secrets masked."""
+    source: Said  # a file's name, `exit code`, `kernel log`
+    number: int | None  # of the line in the file, from 1
+    text: Said  # without colour codes; secrets masked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +87,10 @@ class OomNumbers:
     asked: int | None = None
     total: int | None = None
     free: int | None = None
-    allocated: int | None = None
-    """By PyTorch's tensors, in this process."""
-    reserved_unused: int | None = None
-    """Reserved by PyTorch's allocator and not in use."""
-    others: int | None = None
-    """By other processes on this device."""
-    allowed: int | None = None
-    """To this process's tensors, where that is less than the card has."""
+    allocated: int | None = None  # by PyTorch's tensors, in this process
+    reserved_unused: int | None = None  # reserved by PyTorch's allocator and not in use
+    others: int | None = None  # by other processes on this device
+    allowed: int | None = None  # to this process's tensors, where that is less than the card has
 
     @property
     def left(self) -> int | None:
@@ -118,37 +104,28 @@ class OomNumbers:
 class Fix:
     """One remedy, for this user's configuration where it is known."""
 
-    text: Said
-    """One sentence."""
+    text: Said  # one sentence
     command: str | None = None
-    is_costly: bool = False
-    """It changes what is trained, and not only how."""
+    is_costly: bool = False  # it changes what is trained, and not only how
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """The first cause."""
 
-    id: str
-    """Of the symptom, for `tightfit explain`."""
+    id: str  # of the symptom, for `tightfit explain`
     kind: Kind
-    cause: Said
-    """One sentence."""
+    cause: Said  # one sentence
     confidence: Confidence
     evidence: tuple[Line, ...]
-    fixes: tuple[Fix, ...]
-    """The cheapest first."""
-    rank: int | None = None
-    """The one that fell first."""
+    fixes: tuple[Fix, ...]  # the cheapest first
+    rank: int | None = None  # the one that fell first
     phase: PhaseName | None = None
-    step: int | None = None
-    """The one that was being made, from 1; None: none was, or nobody can tell."""
+    step: int | None = None  # the one that was being made, from 1; None: none was, or nobody can tell
     oom: OomNumbers | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    verdict: Verdict | None
-    """None: nothing is wrong."""
-    also: tuple[Verdict, ...] = ()
-    """What else is worth mending, and what followed from the first cause."""
+    verdict: Verdict | None  # None: nothing is wrong
+    also: tuple[Verdict, ...] = ()  # what else is worth mending, and what followed from the first cause

@@ -125,8 +125,7 @@ class Choice(Listing):
         super().__init__(words, "or")
 
 
-Said = Message | str
-"""A message, or text that was made elsewhere: by a user, a log, another program."""
+Said = Message | str  # a message, or text that was made elsewhere: by a user, a log, another program
 
 
 def id_of(said: Said) -> str | None:
@@ -243,8 +242,7 @@ def _chinese_fields() -> Mapping[str, Mapping[str, str]]:
 class _Filler(Formatter):
     def __init__(self, language: Language) -> None:
         self.language = language
-        self.kept: list[str] = []
-        """Text of others, in which no space may be set: a path, what a log says."""
+        self.kept: list[str] = []  # text of others, in which no space may be set: a path, what a log says
 
     def fill(self, message: Message) -> str:
         area, _, name = message.id.partition(".")
@@ -285,8 +283,7 @@ class _Filler(Formatter):
         return super().format_field(value, format_spec)
 
 
-_FIRST_KEPT = 0xE000
-"""Marks of private use."""
+_FIRST_KEPT = 0xE000  # marks of private use
 
 
 def _reshape(text: str, spec: str, language: Language) -> str:
@@ -299,8 +296,7 @@ def _reshape(text: str, spec: str, language: Language) -> str:
 
 
 _WIDE, _WIDE_MARK = "\u4e00-\u9fff", "\uff00-\uffef\u3000-\u303f"
-_LATIN = "A-Za-z0-9\ue000-\uf8ff"
-"""And marks of private use, which stand for a name."""
+_LATIN = "A-Za-z0-9\ue000-\uf8ff"  # and marks of private use, which stand for a name
 _SPACES = (
     (re.compile(f"(?<=[{_WIDE}]) +(?=[{_WIDE}])"), ""),
     (re.compile(f" *([{_WIDE_MARK}]) *"), r"\1"),

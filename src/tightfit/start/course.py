@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.desk.calibration import Calibrations, calibration_of
-from tightfit.desk.plan_files import startable_of
+from tightfit.desk.plan import bounds_of, render_plan
 from tightfit.desk.request import Request
 from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.plan_folder import write
@@ -31,7 +31,7 @@ from tightfit.runs.own import Changed, Refused
 from tightfit.runs.records import RunFolder, worker_file
 from tightfit.runs.run import Outcome
 from tightfit.start.machine import Busy, check_free, reservations, taken_gpus, wait_while_busy
-from tightfit.start.train import Ready, read_written_plan, rendered, target_of_run
+from tightfit.start.train import Ready, read_written_plan, target_of_run
 from tightfit.types import UserError
 
 WAITS_S = 60.0
@@ -79,8 +79,8 @@ class TrainCourse:
         self._found: FoundPlan | None = None
 
     def _set_bounds(self, plan: Plan) -> None:
-        startable = startable_of(plan.job, self._target, calibration_of(self._request, plan.job))
-        self.bounds = startable.bounds(every_gpu=self.ready.nodes.count > 1)
+        bounds = bounds_of(plan.job, self._target, calibration_of(self._request, plan.job))
+        self.bounds = replace(bounds, every_gpu=self.ready.nodes.count > 1)
 
     def _last(self, otherwise: str) -> Plan | Refused:
         """What ran last. A plan that was written before is read back when it is needed; `otherwise`: what to type."""
@@ -187,7 +187,7 @@ class TrainCourse:
         found = self._found
         assert found is not None
         plan = found.plan
-        files = rendered(plan, plan.job, self._target)
+        files = render_plan(plan, self._target)
         worker = worker_file(files[WORKER_FILE], WORKER_FILE)
         write(files, self._folder.plan, force=True)
         devices = self.ready.devices[: worker.gpus_per_node]

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.desk.calibration import calibration_of
-from tightfit.desk.plan_files import startable_of, way_out
+from tightfit.desk.plan import bounds_of, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
-from tightfit.desk.request import read_request
-from tightfit.desk.stages import each_stage
+from tightfit.desk.request import each_stage, read_request
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.inputs.surroundings import is_installed
@@ -68,8 +67,7 @@ def read(path: str, output: str | None) -> JobCheck:
     plan: Plan | None = None
     problem: str | None = None
     try:
-        startable = startable_of(settled.job, None, calibration_of(request, settled.job))
-        plan = answer_of(request, settled, startable, every_gpu=False)
+        plan = answer_of(request, settled, bounds_of(settled.job, None, calibration_of(request, settled.job)))
     except ConfigError as error:
         problem = str(error)
     return JobCheck(

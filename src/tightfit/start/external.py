@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from tightfit.desk.plan_files import DEEPSPEED
+from tightfit.desk.plan import DEEPSPEED
 from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.deepspeed import read as deepspeed_file
 from tightfit.formats.llamafactory import read as llamafactory_file

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tightfit.desk.plan_files import startable_of, way_out
+from tightfit.desk.plan import bounds_of, render_plan, way_out
 from tightfit.desk.plan_request import resolve_request
 from tightfit.desk.request import Request
 from tightfit.formats.worker.read import WORKER_FILE, parse_worker
@@ -25,7 +25,7 @@ from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
 from tightfit.runs.records import WorkerFile, read_plan_folder, worker_file
 from tightfit.start.machine import change_hardware, describe_holder, reservations, taken_gpus
-from tightfit.start.train import HOW_FAR, answer_of, check_packages, rendered, with_a_scan_that_runs, with_whole_folder
+from tightfit.start.train import HOW_FAR, answer_of, check_packages, with_a_scan_that_runs, with_whole_folder
 from tightfit.types import ConfigError, Hardware, HardwareError
 
 STEPS = 5
@@ -52,7 +52,7 @@ class ReadyRehearsal:
 
     worker: WorkerFile
     files: Mapping[str, str]
-    """The plan, rendered: by name."""
+    """The plan: by name."""
     cap_bytes: int
     """The card, as it is to be taken."""
     tensor_bytes: int | None
@@ -92,10 +92,10 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
             return change_hardware(hardware, text("cli.each-card-taken", cap=cap / GIB), gpu=gpu)
 
         settled, target = with_whole_folder(with_a_scan_that_runs(resolve_request(request, smaller))), Target()
-        plan = answer_of(request, settled, startable_of(settled.job, target), every_gpu=False)
+        plan = answer_of(request, settled, bounds_of(settled.job, target))
         if plan.chosen is None:
             raise ConfigError(Message("cli.nothing-fits-so-2", answer=way_out(plan, str(HOW_FAR))))
-        files = dict(rendered(plan, settled.job, target))
+        files = render_plan(plan, target, settled.job)
         worker = worker_file(files[WORKER_FILE], WORKER_FILE)
     check_packages(worker)
     try:

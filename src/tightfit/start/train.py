@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.desk.calibration import calibration_of
-from tightfit.desk.plan_files import Startable, startable_of, target_for, way_out
+from tightfit.desk.plan import bounds_of, left_out, of_the_file, read_hostfile, render_plan, target_of, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import Request
 from tightfit.formats.worker.read import WORKER_FILE, find_worker, parse_worker
@@ -29,7 +29,7 @@ from tightfit.messages import Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.pace import pace
 from tightfit.planner import plan_within
-from tightfit.planner.plan import Plan, Way
+from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.tiers import plan_tier
 from tightfit.runs.checkpoints import (
     CHECKPOINTS,
@@ -127,7 +127,6 @@ def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
     port = request.port
     nodes = Nodes(port=port)
     if request.hostfile is not None:
-        from tightfit.desk.plan_files import read_hostfile
         from tightfit.formats.launch.hostfile import parse_hostfile
 
         hosts = read_hostfile(request.hostfile)
@@ -189,11 +188,12 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
         settled = replace(settled, said=(*check_weights(settled.job), *without_data(settled.job), *settled.said))
         settled = with_whole_folder(settled)
         target = target_of_run(request, nodes)
-        startable = startable_of(settled.job, target, calibration_of(request, settled.job))
-        answer = answer_of(request, settled, startable, every_gpu=nodes.count > 1)
+        bounds = bounds_of(settled.job, target, calibration_of(request, settled.job))
+        # Machines that were named all run; the search alone might do with one of them.
+        answer = answer_of(request, settled, replace(bounds, every_gpu=nodes.count > 1))
         if answer.chosen is None:
             raise NothingFits(answer)
-        files = dict(rendered(answer, settled.job, target))
+        files = render_plan(answer, target, settled.job)
         worker = worker_file(files[WORKER_FILE], WORKER_FILE)
         _check_nodes(nodes, worker)
         ready = Ready(
@@ -289,17 +289,14 @@ def with_whole_folder(settled: PlanInput) -> PlanInput:
     return replace(settled, job=replace(job, saving=replace(job.saving, folder=folder)))
 
 
-def answer_of(request: Request, settled: PlanInput, startable: Startable, *, every_gpu: bool) -> Plan:
-    """The plan. `every_gpu`: machines that were named all run; the search alone might do with one of them."""
-    from tightfit.desk.plan import of_the_file
-
-    job, said = settled.job, (*settled.said, *startable.said)
+def answer_of(request: Request, settled: PlanInput, bounds: Bounds) -> Plan:
+    job, said = settled.job, (*settled.said, *left_out(settled.job, bounds))
     try:
         if job.tier is None:
-            return plan_within(startable.bounds(every_gpu=every_gpu), job, settled.shape, settled.hardware, said)
+            return plan_within(bounds, job, settled.shape, settled.hardware, said)
         if job.tier == "all":
             raise ConfigError(Message("cli.tier-all-comparison"))
-        found = plan_tier(job.tier, job, settled.shape, settled.hardware, settled.explicit, startable.calibration)
+        found = plan_tier(job.tier, job, settled.shape, settled.hardware, settled.explicit, bounds.calibration)
     except ConfigError as error:
         raise of_the_file(error, request) from None
     if found.plan is None:
@@ -311,19 +308,12 @@ def answer_of(request: Request, settled: PlanInput, startable: Startable, *, eve
 
 def target_of_run(request: Request, nodes: Nodes) -> Target:
     """What the plan of a run is rendered for."""
-    from tightfit.desk.plan_files import target_of
     from tightfit.formats.target import Target
 
     hosts = Request(launcher="deepspeed", hostfile=request.hostfile) if nodes.hostfile is not None else None
     found = Target() if hosts is None else target_of(hosts)
     assert found is not None
     return found if request.port is None else replace(found, port=request.port)
-
-
-def rendered(answer: Plan, job: Job, target: Target) -> Mapping[str, str]:
-    from tightfit.formats.render import render
-
-    return render(answer, target_for(answer, job, target))
 
 
 # --- a plan that was written before -------------------------------------------------------------

@@ -21,10 +21,8 @@ from tightfit.web.words import language_of, words
 
 MOST_BYTES = 64 * 2**20
 PATIENCE_S = 120.0
-AT_ONCE = 2
-"""Logs that are judged at the same time: each is held in memory whole."""
-FIELD = b"log="
-"""How a form without a script begins what it sends."""
+AT_ONCE = 2  # logs that are judged at the same time: each is held in memory whole
+FIELD = b"log="  # how a form without a script begins what it sends
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",

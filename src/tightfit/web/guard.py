@@ -48,13 +48,10 @@ METHODS = ("GET", "HEAD", "POST")
 class Site:
     """What one start of the page is: where it listens, who may look, and at what."""
 
-    token: str
-    """Whoever has it may look."""
-    host: str
-    """The address that is listened on."""
+    token: str  # whoever has it may look
+    host: str  # the address that is listened on
     port: int
-    roots: tuple[Path, ...]
-    """Folders below which runs are looked for; resolved."""
+    roots: tuple[Path, ...]  # folders below which runs are looked for; resolved
 
     @property
     def cookie(self) -> str:

@@ -41,14 +41,11 @@ from tightfit.runs.events import (
 )
 from tightfit.runs.lines import line_of
 
-MOST = 1600
-"""Buckets; a screen has no more columns."""
-LONG_BYTES = 6 * 2**20
-"""From here on there is a rough picture first."""
+MOST = 1600  # buckets; a screen has no more columns
+LONG_BYTES = 6 * 2**20  # from here on there is a rough picture first
 SAMPLES = 800
 LINES = 200
-RECENT = 256
-"""Steps that are kept whole, for the lights."""
+RECENT = 256  # steps that are kept whole, for the lights
 TAIL_BYTES = 64 * 1024
 _CHUNK = 512 * 1024
 _LONGEST = 1 << 22
@@ -67,8 +64,7 @@ def _most(one: Number | None, other: Number | None) -> Number | None:
 class Bucket:
     """Some steps in a row. None: nobody says."""
 
-    step: int
-    """The last one."""
+    step: int  # the last one
     count: int
     loss: float | None
     loss_low: float | None
@@ -104,10 +100,8 @@ def single(step: int, loss: float | None, tokens_per_s: float | None, held: Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    start: int
-    """The buckets from here on are replaced."""
-    each: int
-    """Steps in a bucket."""
+    start: int  # the buckets from here on are replaced
+    each: int  # steps in a bucket
     rows: list[list[float | int | None]]
 
 
@@ -117,8 +111,7 @@ class Series:
     def __init__(self, most: int = MOST) -> None:
         self._most, self._each = most, 1
         self._buckets: list[Bucket] = []
-        self._told = 0
-        """The buckets before this one are as they were when they were last told."""
+        self._told = 0  # the buckets before this one are as they were when they were last told
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -165,10 +158,8 @@ class History:
         self._recent: deque[Step] = deque(maxlen=RECENT)
         self.doing: Progress | None = None
         self.ended: Ended | None = None
-        self.limit_bytes: int | None = None
-        """What a card has, as the worker saw it."""
-        self.share = 0.0
-        """How much of the file is read."""
+        self.limit_bytes: int | None = None  # what a card has, as the worker saw it
+        self.share = 0.0  # how much of the file is read
 
     @property
     def is_whole(self) -> bool:

@@ -24,21 +24,15 @@ from tightfit.runs.machine_eye import MachineEye
 from tightfit.web.sight import RunSight, Section
 
 EVERY_S = 1.0
-CATCH_UP_S = 0.25
-"""A long file is read for so long between two messages."""
+CATCH_UP_S = 0.25  # a long file is read for so long between two messages
 PAUSE_S = 0.05
 LINGER_S = 8.0
-LOOK_S = 2.0
-"""Between two looks at the cards."""
-QUEUE = 32
-"""Messages that may wait for one client."""
-MISSED = 64
-"""Messages that are kept for those who come back."""
-BEAT_S = 15.0
-"""A word so often, so that a connection that has gone is noticed, here and by the page."""
+LOOK_S = 2.0  # between two looks at the cards
+QUEUE = 32  # messages that may wait for one client
+MISSED = 64  # messages that are kept for those who come back
+BEAT_S = 15.0  # a word so often, so that a connection that has gone is noticed, here and by the page
 MOST_FEEDS, MOST_CLIENTS = 32, 64
-KEPT_SIGHTS = 8
-"""Runs whose curve is kept when nobody looks any more."""
+KEPT_SIGHTS = 8  # runs whose curve is kept when nobody looks any more
 
 
 class Client:

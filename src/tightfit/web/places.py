@@ -22,25 +22,21 @@ from tightfit.runs.records import ATTEMPTS, RunFolder
 
 NO_RUN = 404
 DEEPEST, MOST_FOLDERS, MOST_RUNS = 6, 20_000, 500
-PATIENCE_S = 2.0
-"""How far, and how long, runs are searched for."""
-AGAIN_S, PATIENTLY = 1.0, 20
-"""A search is repeated after so long, and takes no more than this part of the time."""
+PATIENCE_S = 2.0  # how far, and how long, runs are searched for
+AGAIN_S, PATIENTLY = 1.0, 20  # a search is repeated after so long, and takes no more than this part of the time
 _PASSED_OVER = frozenset({"node_modules", "__pycache__", "site-packages", "venv", "earlier", CHECKPOINTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRun:
-    word: str
-    """How the page names it."""
+    word: str  # how the page names it
     path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRuns:
     runs: tuple[FoundRun, ...]
-    is_all: bool
-    """False: the search was broken off."""
+    is_all: bool  # False: the search was broken off
 
 
 def run_at(roots: Sequence[Path], word: str) -> Path:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from tightfit.desk.calibration import calibration_of
-from tightfit.desk.plan import answered
-from tightfit.desk.plan_files import files_of
+from tightfit.desk.plan import answered, files_of
 from tightfit.desk.plan_request import resolve_request
 from tightfit.desk.request import REPLACES, read_request
 from tightfit.inputs.flags import LEVERS, check_levers, meant
@@ -30,8 +29,7 @@ from tightfit.types import Checkpointing, ConfigError, Levers, UserError
 from tightfit.web.plan_question import AddressQuestion
 
 KEPT = 64
-KEPT_S = 60.0
-"""Answers are forgotten after a while: a run that ends meanwhile may have taught something."""
+KEPT_S = 60.0  # answers are forgotten after a while: a run that ends meanwhile may have taught something
 _FREE = {lever.block or lever.name for lever in LEVERS.values() if lever.free}
 _OWN = tuple(each.name for each in fields(Levers) if each.name not in _FREE - {"deepspeed_version"})
 """The levers that the question decides: the user's, and what follows from the job and what is installed."""
@@ -43,8 +41,7 @@ class Answered:
 
     asked: AddressQuestion
     plan: Plan
-    tiered: Tiered | None = None
-    """Where a tier was asked for: what the command line would answer."""
+    tiered: Tiered | None = None  # where a tier was asked for: what the command line would answer
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:

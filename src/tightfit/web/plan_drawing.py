@@ -25,8 +25,7 @@ ADVICE = {
 """The messages that the page shows as what would make it fit."""
 
 Words = Mapping[str, Any]
-Drawn = dict[str, Any]
-"""What a template shows, by name."""
+Drawn = dict[str, Any]  # what a template shows, by name
 
 
 def draw(answer: Answered, words: Words, language: Language, *, advice: bool) -> Drawn:

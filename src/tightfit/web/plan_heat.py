@@ -18,22 +18,18 @@ from tightfit.web.plan_answer import Answered
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SEQUENCES = tuple(2**power for power in range(7, 18))
 COLUMNS, BEFORE = 8, 4
-STEPS = 10
-"""Shades of a cell."""
+STEPS = 10  # shades of a cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     sequence: int
     micro_batch: int
-    share: float
-    """Of the card, that the chosen way needs here."""
+    share: float  # of the card, that the chosen way needs here
     fits: bool
-    fits_otherwise: bool | None
-    """Another way would; None: nobody asked."""
+    fits_otherwise: bool | None  # another way would; None: nobody asked
     is_chosen: bool
-    address: str
-    """The question with these values."""
+    address: str  # the question with these values
 
     @property
     def shade(self) -> int:
@@ -43,10 +39,8 @@ class Cell:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heat:
     sequences: tuple[int, ...]
-    rows: tuple[tuple[int, tuple[Cell, ...]], ...]
-    """By micro batch."""
-    is_whole: bool
-    """Other ways were asked as well."""
+    rows: tuple[tuple[int, tuple[Cell, ...]], ...]  # by micro batch
+    is_whole: bool  # other ways were asked as well
 
 
 def heat_of(answer: Answered, *, others: bool) -> Heat | None:

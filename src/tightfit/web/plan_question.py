@@ -44,10 +44,8 @@ NUMBERS = (
 )
 FIELDS = (*dict.fromkeys(("for", "model", "config", "gpus", "card", "nodes", *WORDS, *NUMBERS, "allow")),)
 """All that an address can say."""
-THIS = "this"
-"""The card: whatever this machine has."""
-MOST_GPUS, MOST_BATCH = 1024, 16_384
-"""More would keep the search busy for long."""
+THIS = "this"  # the card: whatever this machine has
+MOST_GPUS, MOST_BATCH = 1024, 16_384  # more would keep the search busy for long
 MOST_CONFIG_BYTES = 2**20
 MOST_WORD = 200
 SAVED_AS = "config.json"
@@ -59,8 +57,7 @@ _ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 class AddressQuestion:
     """What the address says, as text; what it leaves out is not there."""
 
-    said: tuple[tuple[str, str], ...]
-    """Name and value, in the order of `FIELDS`, none empty."""
+    said: tuple[tuple[str, str], ...]  # name and value, in the order of `FIELDS`, none empty
     allow: tuple[str, ...] = ()
     block: Mapping[str, object] | None = field(default=None, compare=False)
     """The model as a block of shape fields, where a config was pasted."""

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from tightfit.desk.plan_report import report
+from tightfit.desk.report import answer_report
 from tightfit.formats.worker.write import untrained
 from tightfit.hardware.catalogue import CARDS
 from tightfit.hardware.machine import this_machine
@@ -41,8 +41,7 @@ from tightfit.web.words import language_of, words
 
 STATIC = Path(__file__).with_name("static")
 PATIENCE_S = 30.0
-GONE = 499
-"""Whoever asked has gone: nobody reads this."""
+GONE = 499  # whoever asked has gone: nobody reads this
 START: dict[Trainer, str] = {
     "tightfit": "tightfit train --plan plan --output runs/first",
     "llamafactory": "bash plan/launch.sh",
@@ -112,7 +111,7 @@ async def show_guess(request: Request) -> Response:
 async def send_json(request: Request) -> Response:
     """What the page is drawn from: the same object as `tightfit plan --json` prints."""
     answer = await _find_answer(request, advice=True)
-    return JSONResponse(report(answer.tiered or answer.plan, None))
+    return JSONResponse(answer_report(answer.tiered or answer.plan, None))
 
 
 async def show_heat(request: Request) -> Response:

@@ -18,22 +18,18 @@ from starlette.requests import Request
 
 from tightfit.messages import Language, Message, Said, from_json, say
 
-LANGUAGES: dict[Language, str] = {"en": "English", "zh": "中文"}
-"""What each calls itself."""
+LANGUAGES: dict[Language, str] = {"en": "English", "zh": "中文"}  # what each calls itself
 COOKIE = "tightfit_language"
 FOLDER = Path(__file__).with_name("words")
-KEPT = 32
-"""Messages of a run's stream; readers of one run get the same ones within moments."""
-SECTIONS = ("head", "lights", "attempts", "checkpoints", "events", "trouble")
-"""Those of `sight.py` that say something."""
+KEPT = 32  # messages of a run's stream; readers of one run get the same ones within moments
+SECTIONS = ("head", "lights", "attempts", "checkpoints", "events", "trouble")  # those of `sight.py` that say something
 _CHINESE = re.compile("[\u4e00-\u9fff]{2}")
 
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
     text: str
-    is_foreign: bool
-    """It is English in a page of another language: an older run wrote it, or another program."""
+    is_foreign: bool  # it is English in a page of another language: an older run wrote it, or another program
 
 
 def sentence_in(language: Language, said: Said) -> Sentence:

@@ -1,0 +1,182 @@
+"""Answers as JSON: the contract with programs. The keys here are promised, further ones may come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.inputs.flags import flags_from_levers
+from tightfit.priced import Priced, strategy_name
+from tightfit.types import Hardware, Phase, PhaseName
+
+if TYPE_CHECKING:  # an estimate does without the planner
+    from tightfit.desk.estimate import Outcome
+    from tightfit.desk.plan import Answer
+    from tightfit.planner.plan import Plan, Way
+    from tightfit.planner.tiers import Tiered
+
+
+def estimate_report(priced: Priced) -> dict[str, Any]:
+    gpu, host = priced.footprint.gpu, priced.footprint.host
+    return {
+        "model": {
+            "name": priced.shape.name,
+            "parameters": priced.shape.parameters,
+            "trainable_parameters": priced.footprint.trainable_parameters,
+        },
+        "levers": flags_from_levers(priced.levers) | {"world": priced.world},
+        "card": _report_hardware(priced.hardware) if priced.hardware else None,
+        "gpu": {
+            "peak_bytes": gpu.peak_bytes,
+            "peak_phase": gpu.peak_phase,
+            "init_peak_bytes": gpu.init_peak_bytes,
+            "required_bytes": gpu.required_bytes,
+            "overhead": dict(gpu.overhead),
+            "phases": _report_phases(gpu.phases),
+        },
+        "host": {
+            "peak_bytes_per_rank": host.peak_bytes_per_rank,
+            "peak_bytes_per_node": host.peak_bytes_per_node,
+            "nvme_bytes_per_node": host.nvme_bytes_per_node,
+            "phases": _report_phases(host.phases),
+        },
+        "fits": priced.fits,
+        "because": [str(said) for said in (*priced.shape.notes, *priced.because)],
+    }
+
+
+def _report_phases(phases: Mapping[PhaseName, Phase]) -> dict[PhaseName, Any]:
+    return {
+        name: {"total_bytes": phase.total_bytes, "components": dict(phase.components)} for name, phase in phases.items()
+    }
+
+
+def _report_hardware(hardware: Hardware, **more: str) -> dict[str, Any]:
+    names = ("nodes", "gpus_per_node", "host_ram_bytes", "nvme_bytes")
+    card = {"name": hardware.gpu.name, **more, "memory_bytes": hardware.gpu.memory_bytes}
+    return card | {name: getattr(hardware, name) for name in names}
+
+
+def strategy_report(name: str, outcome: Outcome) -> dict[str, Any]:
+    """One row of a comparison."""
+    if isinstance(outcome, str):
+        return {"strategy": name, "fits": None, "problem": outcome}
+    gpu, host = outcome.footprint.gpu, outcome.footprint.host
+    return {
+        "strategy": name,
+        "engine": outcome.levers.engine,
+        "offload_optimizer": outcome.levers.offload_optimizer,
+        "offload_param": outcome.levers.offload_param,
+        "peak_bytes": gpu.peak_bytes,
+        "init_peak_bytes": gpu.init_peak_bytes,
+        "required_bytes": gpu.required_bytes,
+        "host_bytes_per_node": host.peak_bytes_per_node,
+        "fits": outcome.fits,
+    }
+
+
+def answer_report(answer: Answer, files: Sequence[Path] | None) -> dict[str, Any]:
+    """The whole answer of `plan`. `files`: what was written; None: nothing was to be."""
+    from tightfit.planner.limits import Limit
+    from tightfit.planner.tiers import Tiered
+
+    if isinstance(answer, list):
+        return {"tiers": [_tier_report(each) for each in answer]}
+    if isinstance(answer, Tiered):
+        plain = _tier_report(answer)
+        plain["free"] = None if answer.free is None else plan_report(answer.free)
+    elif isinstance(answer, Limit):
+        plain = plan_report(answer.plan)
+        plain["max"] = {"what": answer.wanted, "value": answer.value}
+        plain["because"] = [*map(str, answer.because), *plain["because"]]
+    else:
+        plain = plan_report(answer)
+    if files is not None:
+        plain["files"] = [str(path) for path in files]
+    return plain
+
+
+def plan_report(plan: Plan) -> dict[str, Any]:
+    """One plan."""
+    return {
+        "fits": plan.fits,
+        "trainer": plan.job.trainer,
+        "chosen": None if plan.chosen is None else way_report(plan.chosen),
+        "alternatives": [way_report(way) for way in plan.alternatives],
+        "considered": plan.considered,
+        "search_s": plan.search_s,
+        "effective_batch": plan.effective_batch,
+        "hours": plan.hours,
+        "because": list(map(str, plan.because)),
+        "remedies": [
+            {"allow": each.allowance, "cost": str(each.cost), "effect": str(each.effect)} | way_report(each.way)
+            for each in plan.remedies
+        ],
+        "gpus_needed": plan.gpus_needed,
+        "unproven": list(map(str, plan.unproven)),
+        "model": {
+            "name": plan.shape.name,
+            "parameters": plan.shape.parameters,
+            "notes": list(map(str, plan.shape.notes)),
+        },
+        "hardware": _report_hardware(plan.hardware, vendor=plan.hardware.gpu.vendor),
+    }
+
+
+def way_report(way: Way) -> dict[str, Any]:
+    """One way: levers in the words of `estimate`, and both prices; the bytes are those of `estimate --json`."""
+    priced = Priced(shape=way.shape, levers=way.levers, world=way.world, hardware=way.hardware, footprint=way.footprint)
+    plain = estimate_report(priced)
+    return {
+        "strategy": str(strategy_name(way.levers)),
+        "model": way.shape.name,
+        "fits": way.fits,
+        "levers": plain["levers"],
+        "footprint": {"gpu": plain["gpu"], "host": plain["host"]},
+        "gpu_limit_bytes": way.gpu_limit_bytes,
+        "gpu_spare_bytes": way.gpu_spare_bytes,
+        "pace": {
+            "step_s": way.pace.step_s,
+            "tokens_per_s": way.pace.tokens_per_s,
+            "causes": dict(way.pace.causes),
+            "because": list(map(str, way.pace.because)),
+        },
+        "because": list(map(str, way.because)),
+        "changes": list(map(str, way.changes)),
+        "calibration": _calibration_report(way),
+    }
+
+
+def _calibration_report(way: Way) -> dict[str, Any] | None:
+    """What earlier runs have added to the predicted bytes of this way, and which; null: nothing."""
+    from tightfit.planner.calibration import COMPONENT
+
+    gpu, host = (
+        {name: size for name, phase in phases.items() if (size := phase.components.get(COMPONENT, 0))}
+        for phases in (way.footprint.gpu.phases, way.footprint.host.phases)
+    )
+    if way.correction is None or not (gpu or host):
+        return None
+    entry = way.correction.entry
+    return {
+        "day": entry.day,
+        "same_way": way.correction.same_way,
+        "gpu_bytes": gpu,
+        "host_bytes_per_rank": host,
+        "measured": [asdict(each) for each in entry.measured],
+    }
+
+
+def _tier_report(tiered: Tiered) -> dict[str, Any]:
+    plain: dict[str, Any] = {"fits": False, "chosen": None, "alternatives": []}
+    if tiered.plan is not None:
+        plain = plan_report(tiered.plan)
+        plain["because"] = [*plain["because"], *map(str, tiered.because)]
+    return plain | {
+        "tier": tiered.tier.name,
+        "about": str(tiered.tier.about),
+        "costs": list(map(str, tiered.costs)),
+        "problem": tiered.problem or None,
+    }
