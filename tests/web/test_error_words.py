@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import HTML, client
 
-from tightfit.web.words import sentence_in
+from tightfit.web.words import words
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BAD: tuple[dict[str, str], ...] = (
@@ -71,8 +71,8 @@ def test_an_address_without_anything_is_said_in_chinese_as_before(tmp_path: Path
 
 def test_what_was_written_in_english_stays_and_is_marked() -> None:
     """By an older run, or by another program; a name is the same everywhere."""
-    said = sentence_in("zh", "Nobody has ever said this {sentence} before.")
+    said = words("zh").said("Nobody has ever said this {sentence} before.")
     assert (said.text, said.is_foreign) == ("Nobody has ever said this {sentence} before.", True)
-    assert not sentence_in("en", "Any sentence.").is_foreign
-    assert not sentence_in("zh", "Qwen/Qwen2.5-7B").is_foreign
-    assert not sentence_in("zh", "ZeRO-2，优化器卸载到 CPU").is_foreign
+    assert not words("en").said("Any sentence.").is_foreign
+    assert not words("zh").said("Qwen/Qwen2.5-7B").is_foreign
+    assert not words("zh").said("ZeRO-2，优化器卸载到 CPU").is_foreign

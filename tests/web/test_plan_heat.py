@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import client
 
-from tightfit.web.plan_answer import answer_to
-from tightfit.web.plan_heat import Cell, heat_of
-from tightfit.web.plan_question import read_address
+from tightfit.web.plan_answer import answer_to, read_address
+from tightfit.web.plan_drawing import Cell, heat_of
 
 pytestmark = pytest.mark.thorough
 

@@ -12,7 +12,7 @@ import pytest
 from tightfit.model.load import load_model, shape_from_fields
 from tightfit.model.presets import PRESETS
 from tightfit.types import ModelShape, UserError
-from tightfit.web.plan_question import MOST_CONFIG_BYTES, AddressQuestion, block_of, fill_form, read_address
+from tightfit.web.plan_answer import MOST_CONFIG_BYTES, AddressQuestion, block_of, fill_form, read_address
 
 
 def asked(query: str) -> AddressQuestion:

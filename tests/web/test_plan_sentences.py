@@ -13,7 +13,7 @@ from tightfit.messages import Said
 from tightfit.planner.plan import Plan
 from tightfit.planner.reasons import missing
 from tightfit.priced import strategy_name
-from tightfit.web.words import sentence_in
+from tightfit.web.words import words
 
 MODELS = (
     *("7b_mamba", "qwen2.5-7b", "llama-3.1-8b", "3b_mamba_lite", "qwen2.5-32b", "gemma-3-27b", "tiny_llama"),
@@ -58,7 +58,7 @@ def test_all_that_the_planner_says_has_a_chinese_form() -> None:
         plan, _ = answered(request)
         assert isinstance(plan, Plan)
         said.update(sentences(plan))
-    told = {each: sentence_in("zh", each) for each in said}
+    told = {each: words("zh").said(each) for each in said}
     foreign = sorted(str(each) for each, sentence in told.items() if sentence.is_foreign)
     assert len(said) > 100
     assert foreign == []

@@ -18,7 +18,7 @@ from visits import client, home_of, need_a_browser, opened, says, served
 
 from tightfit.cli import main
 from tightfit.planner.tiers import TIERS
-from tightfit.web.plan_question import read_address
+from tightfit.web.plan_answer import read_address
 from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words
 

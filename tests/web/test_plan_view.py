@@ -23,9 +23,8 @@ from visits import HTML, client
 
 from tightfit.cli import main
 from tightfit.model.presets import PRESETS
-from tightfit.web.plan_answer import answer_to, guessed
+from tightfit.web.plan_answer import answer_to, guessed, read_address
 from tightfit.web.plan_drawing import draw
-from tightfit.web.plan_question import read_address
 from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words
 
@@ -280,7 +279,7 @@ def test_a_slider_is_answered_at_once() -> None:
     for length in (256, 512, 768, 1536, 2048):
         asked = read_address(parse_qsl(FITS.replace("seq=1024", f"seq={length}")))
         began = time.process_time()
-        draw(guessed(asked, last), words("en")["plan"], "en", advice=False)
+        draw(guessed(asked, last), words("en"), advice=False)
         times.append(time.process_time() - began)
     assert sorted(times)[2] < 0.1
 

@@ -36,7 +36,7 @@ def site(*roots: Path, host: str = "127.0.0.1") -> Site:
 def stranger(*roots: Path, host: str = "127.0.0.1") -> TestClient:
     """Somebody without the token."""
     here = site(*roots, host=host)
-    app = make_app(here, Hub(here.roots))
+    app = make_app(here, Hub())
     return TestClient(app, base_url="http://127.0.0.1:8741", follow_redirects=False)
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tightfit.memory.components import name_component
 from tightfit.messages import Message, text
 from tightfit.priced import Priced, amounts, spell_component
-from tightfit.types import ZERO3, Buckets, Checkpointing, Levers, PhaseName, UserError
+from tightfit.types import FSDP2, ZERO3, Buckets, Checkpointing, Levers, UserError
 
 COSTLY = Message("cli.changes-training")
 FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000  # a tenth and less of DeepSpeed's own limits on gathered weights
@@ -24,150 +25,126 @@ class AdviceCase:
     """What the advice depends on."""
 
     levers: Levers
-    world: int
-    phase: PhaseName
-
-    @property
-    def many(self) -> bool:
-        return self.world > 1
+    many: bool  # several GPUs train
+    in_step: bool  # the peak is the optimizer's step
 
     @property
     def on_gpu(self) -> bool:
         """The optimizer works on the GPU."""
         return self.levers.offload_optimizer == "none"
 
+    @property
+    def engine(self) -> str:
+        """Empty: the weights are on the host already."""
+        return self.levers.engine if self.levers.offload_param == "none" else ""
+
 
 Change = Callable[[Levers], Levers]
-Rule = tuple[Callable[[AdviceCase], bool], Message, Change | None]
+Rule = tuple[Callable[[AdviceCase], bool], str, Change | None]
 """When it may help, what to say, and the levers it leads to; None: it changes the training, and is not priced."""
 Ask = Callable[[Levers], int]  # what the GPU would need with these levers, in bytes
 WORTHWHILE = 0.995
 
 
-def _pull(**changes: object) -> Change:
-    return lambda levers: replace(levers, **changes)  # type: ignore[arg-type]
+def _pull(**changes: Any) -> Change:
+    return lambda levers: replace(levers, **changes)
 
 
-def _buckets(**changes: int) -> Change:
-    return lambda levers: replace(levers, buckets=replace(levers.buckets, **changes))  # type: ignore[arg-type]
+def _buckets(**changes: Any) -> Change:
+    return lambda levers: replace(levers, buckets=replace(levers.buckets, **changes))
 
 
-_BOTH_TO_HOST = _pull(offload_param="cpu", offload_optimizer="cpu")
-_SMALLER_BATCH: Rule = (
-    lambda case: case.levers.micro_batch > 1,
-    Message("cli.smaller-pieces"),
-    lambda levers: replace(levers, micro_batch=-(-levers.micro_batch // 2), accumulation=2 * levers.accumulation),
-)
-_SHORTER: Rule = (lambda case: True, Message("cli.only-shorter-seq", costly=COSTLY), None)
-_LORA: Rule = (lambda case: case.levers.method == "full", Message("cli.method-lora-trains", costly=COSTLY), None)
+def _halve(levers: Levers) -> Levers:
+    return replace(levers, micro_batch=-(-levers.micro_batch // 2), accumulation=2 * levers.accumulation)
+
+
+_LOW = ("zero0", "zero1", "zero2")  # engines under which every GPU has all of the weights
+_PLAIN = Buckets().reduce_bucket
+_TO_CPU, _BOTH_TO_CPU = _pull(offload_optimizer="cpu"), _pull(offload_param="cpu", offload_optimizer="cpu")
+_SMALLER_BATCH: Rule = (lambda case: case.levers.micro_batch > 1, "cli.smaller-pieces", _halve)
+_SHORTER: Rule = (lambda case: True, "cli.only-shorter-seq", None)
+_LORA: Rule = (lambda case: case.levers.method == "full", "cli.method-lora-trains", None)
 _TO_HOST: tuple[Rule, ...] = (
-    (lambda case: case.on_gpu and case.levers.is_fsdp2, Message("cli.offload-param-cpu-moves"), _BOTH_TO_HOST),
+    (lambda case: case.on_gpu and case.levers.is_fsdp2, "cli.offload-param-cpu-moves", _BOTH_TO_CPU),
     (
         lambda case: case.on_gpu and case.levers.engine == "zero0",
-        Message("cli.engine-zero2-offload-optimizer"),
+        "cli.engine-zero2-offload-optimizer",
         _pull(engine="zero2", offload_optimizer="cpu"),
     ),
-    (
-        lambda case: case.on_gpu and case.levers.engine != "zero0",
-        Message("cli.offload-optimizer-cpu-moves"),
-        _pull(offload_optimizer="cpu"),
-    ),
+    (lambda case: case.on_gpu and case.levers.engine != "zero0", "cli.offload-optimizer-cpu-moves", _TO_CPU),
 )
-_SHARE_OPTIMIZER: Rule = (
-    lambda case: case.many and case.levers.engine == "zero0",
-    Message("cli.engine-zero1-shares"),
-    _pull(engine="zero1"),
-)
+_TO_ZERO1 = _pull(engine="zero1")
+_SHARE: Rule = (lambda case: case.many and case.levers.engine == "zero0", "cli.engine-zero1-shares", _TO_ZERO1)
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "weights": (
+        (lambda case: case.many and case.levers.engine in _LOW, "cli.engine-zero3-shares", _pull(engine=ZERO3)),
+        (lambda case: case.engine == FSDP2, "cli.offload-param-cpu-keeps", _BOTH_TO_CPU),
+        (lambda case: case.engine == ZERO3, "cli.offload-param-cpu-keeps", _pull(offload_param="cpu")),
         (
-            lambda case: case.many and case.levers.engine in ("zero0", "zero1", "zero2"),
-            Message("cli.engine-zero3-shares"),
-            _pull(engine=ZERO3),
-        ),
-        (
-            lambda case: case.levers.offload_param == "none" and case.levers.is_fsdp2,
-            Message("cli.offload-param-cpu-keeps"),
-            _BOTH_TO_HOST,
-        ),
-        (
-            lambda case: case.levers.offload_param == "none" and case.levers.stage == 3,
-            Message("cli.offload-param-cpu-keeps"),
-            _pull(offload_param="cpu"),
-        ),
-        (
-            lambda case: case.levers.offload_param == "none" and case.levers.engine in ("zero0", "zero1", "zero2"),
-            Message("cli.engine-zero3-offload-param"),
+            lambda case: case.engine in _LOW,
+            "cli.engine-zero3-offload-param",
             _pull(engine=ZERO3, offload_param="cpu"),
         ),
-        (lambda case: case.levers.method != "qlora", Message("cli.method-qlora-holds", costly=COSTLY), None),
+        (lambda case: case.levers.method != "qlora", "cli.method-qlora-holds", None),
     ),
     "gathered weights": (
         (
             lambda case: case.levers.stage == 3 and case.levers.buckets.prefetch_bucket > FEW_PREFETCHED,
-            Message("cli.gather-less"),
+            "cli.gather-less",
             _buckets(max_live_parameters=FEW_LIVE, prefetch_bucket=FEW_PREFETCHED),
         ),
     ),
     "gradients": (
-        (
-            lambda case: case.many and case.levers.engine in ("zero0", "zero1"),
-            Message("cli.engine-zero2-keeps"),
-            _pull(engine="zero2"),
-        ),
+        (lambda case: case.many and case.levers.engine in _LOW[:2], "cli.engine-zero2-keeps", _pull(engine="zero2")),
         *_TO_HOST,
         _LORA,
     ),
     "buckets": (
         (
-            lambda case: case.levers.buckets.reduce_bucket >= Buckets().reduce_bucket,
-            Message("cli.reduce-bucket-5e7-makes"),
-            _buckets(reduce_bucket=Buckets().reduce_bucket // 10),
+            lambda case: case.levers.buckets.reduce_bucket >= _PLAIN,
+            "cli.reduce-bucket-5e7-makes",
+            _buckets(reduce_bucket=_PLAIN // 10),
         ),
     ),
-    "master weights": (_SHARE_OPTIMIZER, *_TO_HOST, _LORA),
+    "master weights": (_SHARE, *_TO_HOST, _LORA),
     "optimizer states": (
-        _SHARE_OPTIMIZER,
+        _SHARE,
         *_TO_HOST,
-        (lambda case: case.levers.optimizer == "adamw", Message("cli.optimizer-adamw8bit-engine", costly=COSTLY), None),
+        (lambda case: case.levers.optimizer == "adamw", "cli.optimizer-adamw8bit-engine", None),
         _LORA,
     ),
     "activations": (
         (
             lambda case: case.levers.checkpointing.layers is not None,
-            Message("cli.checkpointing-full-computes"),
+            "cli.checkpointing-full-computes",
             _pull(checkpointing=Checkpointing(layers=None)),
         ),
         _SMALLER_BATCH,
         (
             lambda case: not case.levers.checkpointing.offload,
-            Message("cli.checkpointing-full-offload"),
+            "cli.checkpointing-full-offload",
             _pull(checkpointing=Checkpointing(layers=None, offload=True)),
         ),
         _SHORTER,
     ),
     "recompute": (
-        (lambda case: case.levers.attention == "eager", Message("cli.attention-sdpa-never"), _pull(attention="sdpa")),
-        (lambda case: case.levers.scan == "torch", Message("cli.scan-tightfit-never"), _pull(scan="tightfit")),
+        (lambda case: case.levers.attention == "eager", "cli.attention-sdpa-never", _pull(attention="sdpa")),
+        (lambda case: case.levers.scan == "torch", "cli.scan-tightfit-never", _pull(scan="tightfit")),
         _SMALLER_BATCH,
         _SHORTER,
     ),
     "logits": (
-        (lambda case: case.levers.loss == "plain", Message("cli.loss-fused-never"), _pull(loss="fused")),
+        (lambda case: case.levers.loss == "plain", "cli.loss-fused-never", _pull(loss="fused")),
         _SMALLER_BATCH,
         _SHORTER,
     ),
     "temporaries": (
+        (lambda case: case.in_step and _SHARE[0](case), "cli.engine-zero1-takes", _TO_ZERO1),
         (
-            lambda case: case.phase == "step" and case.many and case.levers.engine == "zero0",
-            Message("cli.engine-zero1-takes"),
-            _pull(engine="zero1"),
-        ),
-        (
-            lambda case: case.phase == "step" and case.on_gpu and case.levers.stage not in (None, 0),
-            Message("cli.offload-optimizer-cpu-takes"),
-            _pull(offload_optimizer="cpu"),
+            lambda case: case.in_step and case.on_gpu and case.levers.stage not in (None, 0),
+            "cli.offload-optimizer-cpu-takes",
+            _TO_CPU,
         ),
         _SMALLER_BATCH,
     ),
@@ -177,7 +154,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
     """A sentence for each of the largest components of the peak. Without `ask`, levers are named unpriced."""
     gpu = priced.footprint.gpu
-    case = AdviceCase(priced.levers, priced.world, gpu.peak_phase)
+    case = AdviceCase(priced.levers, priced.world > 1, gpu.peak_phase == "step")
     held = gpu.phases[gpu.peak_phase].components
     largest = sorted((name for name in held if held[name]), key=lambda name: -held[name])[:most]
     limit = int(gpu.required_bytes * WORTHWHILE)
@@ -195,7 +172,10 @@ def advise(priced: Priced, ask: Ask | None = None, most: int = 3) -> list[str]:
     lines = []
     for name in largest:
         rules = RULES.get(spell_component(name), ())
-        found = next((said for holds, said, change in rules if holds(case) and helps(change)), None)
-        how = otherwise if found is None else str(found).format(world=priced.world, half=half, twice=twice)
+        found = next((rule for rule in rules if rule[0](case) and helps(rule[2])), None)
+        how = otherwise
+        if found is not None:
+            costly = {} if found[2] else {"costly": COSTLY}
+            how = text(found[1], **costly).format(world=priced.world, half=half, twice=twice)
         lines.append(text("cli.shrinks", name=name_component(name), size=amounts(held[name])[0], how=how))
     return lines

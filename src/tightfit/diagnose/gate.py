@@ -12,9 +12,13 @@ it. An expression without one is refused when the catalogue is read, and says so
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
-from itertools import product
+from importlib import import_module
+from typing import Any
 
+_parser = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+"""How Python itself reads an expression."""
 WORDS = bytes((c + 32 if 65 <= c <= 90 else c if 97 <= c <= 122 or c == 95 else 32) for c in range(256))
 """For bytes.translate: small letters and underscores stay, all else is a space."""
 ZEROS = bytes(48 if 49 <= c <= 57 else c for c in range(256))
@@ -24,6 +28,7 @@ FLAT = bytes((c + 32 if 65 <= c <= 90 else 10 if c == 13 else c) for c in range(
 
 _UNKNOWN, _EDGE, _MAYBE = "\0", "\1", "\2"
 """In the reading of an expression: anything; no letter; no letter, or nothing."""
+_NO_LETTERS = {_parser.CATEGORY_DIGIT, _parser.CATEGORY_SPACE, (48, 57)}  # in a set of characters
 _MOST_BRANCHES = 64
 _DULL = frozenset(
     """accelerate accumulation all and any are argument at attention available avg_loss batch be but bytes can cannot
@@ -78,8 +83,9 @@ def alternatives(pattern: str) -> list[str]:
 
 def marks_of(pattern: str) -> tuple[Mark, ...]:
     """One for each word that a match may be known by. ValueError: there is a way to match without one."""
-    (plain,) = _Reader(pattern, coarse=True).branches()
-    branches = [plain] if _best_word(plain, dull=False) else _Reader(pattern).branches()
+    expression = _parser.parse(pattern)
+    (plain,) = _texts(expression, coarse=True)
+    branches = [plain] if _best_word(plain, dull=False) else _texts(expression)
     words = {_best_word(branch) for branch in branches}
     if not all(words):
         raise ValueError(f"{pattern!r} has no whole plain word that it always matches: add one, with \\b beside it")
@@ -88,7 +94,7 @@ def marks_of(pattern: str) -> tuple[Mark, ...]:
     digits: tuple[bytes, ...] | None = None
     if re.search(r"\d", re.sub(r"\{\d*,?\d*\}|\\\d", "", pattern)):  # it asks for numbers by name
         try:
-            asked = [re.findall(r"-?\d+", branch) for branch in _Reader(pattern).branches()]
+            asked = [re.findall(r"-?\d+", branch) for branch in _texts(expression)]
         except ValueError:
             asked = [[]]
         digits = tuple({max(numbers, key=len).encode() for numbers in asked}) if all(asked) else ()
@@ -102,101 +108,56 @@ def _best_word(branch: str, *, dull: bool = True) -> str:
     for found in re.finditer(r"[a-z_]{3,}", branch):
         before = branch[: found.start()].rstrip(_MAYBE)[-1:]
         after = branch[found.end() :].lstrip(_MAYBE)[:1]
-        is_whole = all(side and side != _UNKNOWN and not side.isalpha() and side != "_" for side in (before, after))
+        is_whole = all(side and not _is_letter(side) for side in (before, after))
         if is_whole and (dull or found[0] not in _DULL):
             words.append(found[0])
     return max(words, key=lambda each: (each not in _DULL, len(each)), default="")
 
 
-class _Reader:
-    """A regular expression as the plain texts that it asks for; everything else in it is an unknown.
+def _texts(expression: Any, *, coarse: bool = False) -> list[str]:
+    """The plain texts that an expression, as Python reads it, asks for; everything else in it is an unknown. Read
+    coarsely, choices are unknowns too; otherwise each makes a text of its own."""
 
-    Read coarsely, choices are unknowns too; otherwise each makes a text of its own.
-    """
-
-    def __init__(self, pattern: str, *, coarse: bool = False) -> None:
-        self.pattern = pattern
-        self.coarse = coarse
-        self.at = 0
-
-    def branches(self) -> list[str]:
-        done: list[str] = []
-        current = [""]
-        while self.at < len(self.pattern) and self.pattern[self.at] != ")":
-            if self.pattern[self.at] == "|":
-                self.at += 1
-                done += current
-                current = [""]
+    def read(parts: Any) -> list[str]:
+        found = [""]
+        for operation, given in parts.data:
+            if operation is _parser.LITERAL:  # mostly
+                letter = chr(given).lower()
+                found = [before + letter for before in found]
                 continue
-            atoms = self._quantify(self._atom())
-            if len(current) * len(atoms) > _MOST_BRANCHES:
-                raise ValueError(f"{self.pattern!r} has too many alternatives: make it several expressions")
-            current = [a + b for a, b in product(current, atoms)]
-        return done + current
+            texts = list(dict.fromkeys(read_one(operation, given)))
+            texts = [_UNKNOWN] if coarse and len(texts) > 1 else texts
+            if len(found) * len(texts) > _MOST_BRANCHES:
+                raise ValueError("there are too many alternatives: make it several expressions")
+            found = [before + text for before in found for text in texts]
+        return found
 
-    def _atom(self) -> list[str]:
-        letter = self.pattern[self.at]
-        self.at += 1
-        if letter == "(":
-            return self._group()
-        if letter == "[":
-            start = self.at
-            self.at += 1 if self.pattern[self.at] != "^" else 2
-            while self.pattern[self.at] != "]":
-                self.at += 2 if self.pattern[self.at] == "\\" else 1
-            body = self.pattern[start : self.at]
-            self.at += 1
-            if not body.startswith("^") and len(set(body.lower())) == 1:
-                return [body[0].lower()]
-            # A set that has no letter in it is at least an edge.
-            has_letter = any(each.isalpha() or each in "_\\" for each in body)
-            return [_UNKNOWN if body.startswith("^") or has_letter else _EDGE]
-        if letter == "\\":
-            escaped = self.pattern[self.at]
-            self.at += 1
-            if escaped in "bdsAZtn":
+    def read_one(operation: Any, given: Any) -> list[str]:
+        match operation:
+            case _parser.AT:
                 return [_EDGE]
-            return [_UNKNOWN if escaped.isalpha() else escaped]
-        if letter in "^$":
-            return [_EDGE]
-        return [_UNKNOWN if letter == "." else letter.lower()]
+            case _parser.BRANCH:
+                return [text for branch in given[1] for text in read(branch)]
+            case _parser.SUBPATTERN:
+                return read(given[-1])
+            case _parser.IN:
+                letters = [chr(each).lower() for kind, each in given if kind is _parser.LITERAL]
+                if len(letters) < len(given):  # a set that has no letter in it is at least an edge
+                    others = {each for kind, each in given if kind is not _parser.LITERAL}
+                    return [_EDGE if others <= _NO_LETTERS and not any(map(_is_letter, letters)) else _UNKNOWN]
+                return letters if any(map(_is_letter, letters)) else [_EDGE]
+            case _parser.MAX_REPEAT | _parser.MIN_REPEAT:
+                least, most, inner = given
+                texts = read(inner)
+                if not any(_is_letter(each) for text in texts for each in text):
+                    return [_EDGE if least else _MAYBE]
+                if least:
+                    return [text + _UNKNOWN for text in texts]
+                return [*texts, ""] if most == 1 else [_UNKNOWN]
+        return [_UNKNOWN]  # any letter; or a look around: it takes no text, and what is beside it is no known edge
 
-    def _group(self) -> list[str]:
-        head = ""
-        if self.pattern.startswith("?", self.at):
-            end = self.at + 1
-            while self.pattern[end] not in ":=!<>)P":
-                end += 1
-            if self.pattern[end] in "P<" and self.pattern[end + 1 : end + 2] not in ("=", "!"):
-                end = self.pattern.index(">", end)
-            elif self.pattern[end] == "<":
-                end += 1
-            head = self.pattern[self.at : end + 1]
-            self.at = end + 1
-            if head.endswith(")"):
-                return [""]
-        inner = self.branches()
-        self.at += 1
-        if head.endswith("=") or head.endswith("!"):
-            return [_UNKNOWN]  # a look around: it takes no text, and what is beside it is not known to be an edge
-        inner = list(dict.fromkeys(inner))
-        return [_UNKNOWN] if self.coarse and len(inner) > 1 else inner
+    return read(expression)
 
-    def _quantify(self, atoms: list[str]) -> list[str]:
-        letter = self.pattern[self.at : self.at + 1]
-        if letter == "" or letter not in "?*+{":
-            return atoms
-        least_one = letter == "+"
-        if letter == "{":
-            end = self.pattern.index("}", self.at)
-            least_one = self.pattern[self.at + 1] not in "0,"
-            self.at = end
-        self.at += 1
-        if self.pattern[self.at : self.at + 1] in ("?", "+"):
-            self.at += 1
-        no_letters = all(not any(each.isalpha() or each in "_\0" for each in atom) for atom in atoms)
-        if least_one:
-            return [_EDGE] if no_letters else [atom + _UNKNOWN for atom in atoms]
-        if no_letters:
-            return [_MAYBE]
-        return [_UNKNOWN] if self.coarse or letter != "?" else [*atoms, ""]
+
+def _is_letter(each: str) -> bool:
+    return each.isalpha() or each in (_UNKNOWN, "_")

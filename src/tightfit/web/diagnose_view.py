@@ -15,8 +15,7 @@ from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis, Evidence, LogSource
 from tightfit.messages import Message
 from tightfit.types import ConfigError
-from tightfit.web.pages import body_of, page, part
-from tightfit.web.threads import beside
+from tightfit.web.pages import beside, body_of, page, part
 from tightfit.web.words import language_of, words
 
 MOST_BYTES = 64 * 2**20

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tightfit.web.pages import page, part
+from tightfit.web.pages import answer_failure, part
 from tightfit.web.words import language_of, words
 
 POLICY = (
@@ -165,7 +165,4 @@ class RequestGuard:
 
 
 def _refuse(request: Request, why: str, status: int) -> Response:
-    said = str(words(language_of(request))["refused"][why])
-    if "text/html" not in request.headers.get("accept", ""):
-        return PlainTextResponse(f"{said}\n", status)
-    return page(request, "refused.html", status, said=said)
+    return answer_failure(request, "refused.html", str(words(language_of(request))["refused"][why]), status)

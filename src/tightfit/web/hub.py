@@ -225,7 +225,7 @@ class SharedMachineEye:
 class Hub:
     """All readers."""
 
-    def __init__(self, roots: tuple[Path, ...]) -> None:
+    def __init__(self) -> None:
         self._machine = SharedMachineEye()
         self._lock = threading.Lock()
         self._feeds: dict[Path, Feed] = {}

@@ -6,25 +6,27 @@ Everything that is put into a template is text there, never markup: a log or a f
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from tightfit.priced import GIB
 from tightfit.runs.lines import duration, size_words
-from tightfit.web.threads import CLOSE, wait_for
 from tightfit.web.words import COOKIE, LANGUAGES, language_of, words
 
 TEMPLATES = Path(__file__).with_name("templates")
 VIEWS = {"plan": "/plan", "runs": "/runs", "diagnose": "/diagnose"}
 """The entries of the navigation: their key in `nav` of the words, and where they lead."""
-TOO_LONG, TOO_SLOW, GONE, NO_LENGTH = 413, 408, 400, 400
+TOO_LONG, TOO_SLOW, GONE, NO_LENGTH, ENDING = 413, 408, 400, 400, 503
+CLOSE = {"Connection": "close"}
 YEAR_S = 365 * 86_400
 
 
@@ -69,6 +71,13 @@ def page(request: Request, template: str, status: int = 200, **values: object) -
     return answer
 
 
+def answer_failure(request: Request, template: str, said: str, status: int) -> Response:
+    """A sentence: in a page for who looks at pages, alone for scripts."""
+    if "text/html" in request.headers.get("accept", ""):
+        return page(request, template, status, said=said)
+    return PlainTextResponse(f"{said}\n", status)
+
+
 async def body_of(request: Request, most_bytes: int, patience_s: float) -> bytes:
     """The body; HTTPException as soon as it is known to be too long, or when it takes too long."""
     said = request.headers.get("content-length", "0")
@@ -92,3 +101,59 @@ async def body_of(request: Request, most_bytes: int, patience_s: float) -> bytes
         raise HTTPException(TOO_SLOW, headers=CLOSE) from None
     except ClientDisconnect:
         raise HTTPException(GONE, headers=CLOSE) from None
+
+
+# --- beside the loop ------------------------------------------------------------------------------
+# Work that takes a while. It does not keep the server from ending: who waits for it then is answered at once, and the
+# threads end with the process.
+
+T = TypeVar("T")
+_awaited: set[asyncio.Future[Any]] = set()
+
+
+async def wait_for(future: asyncio.Future[T]) -> T:
+    """What comes of it; HTTPException: the server ends before."""
+    _awaited.add(future)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if future.cancelled() and future not in _awaited:
+            raise HTTPException(ENDING, headers=CLOSE) from None
+        future.cancel()
+        raise
+    finally:
+        _awaited.discard(future)
+
+
+def leave() -> None:
+    """The server is about to end. For the server's own thread."""
+    while _awaited:
+        _awaited.pop().cancel()
+
+
+async def beside(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, while others are served. Who is no longer waited for still ends by itself."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def tell(value: T | None, error: BaseException | None) -> None:
+        if answer.done():  # whoever asked has gone
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, failed = None, None
+        try:
+            value = work()
+        except BaseException as error:
+            failed = error
+        try:
+            loop.call_soon_threadsafe(tell, value, failed)
+        except RuntimeError:  # the server has ended meanwhile
+            return
+
+    threading.Thread(target=run, name="tightfit-page", daemon=True).start()
+    return await wait_for(answer)

@@ -1,40 +1,46 @@
-"""An answer as it is drawn: bars, tables of phases, figures and sentences, in the words of a language."""
+"""An answer as it is drawn: bars, tables of phases and figures; and the map of sequence × micro batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
 
+from tightfit.desk.calibration import calibration_of
 from tightfit.desk.svg_bars import Bar, BarLine, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
-from tightfit.inputs.flags import checkpointing_word
-from tightfit.messages import Language, Said, id_of
+from tightfit.inputs.flags import MOST_BATCH, checkpointing_word
+from tightfit.job.file import pinned
+from tightfit.messages import Said, id_of
+from tightfit.planner import SEQUENCES_A_GPU
 from tightfit.planner.plan import Plan, Way
+from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.planner.reasons import further, hours, lacking_bytes, missing
+from tightfit.planner.search import something_fits
 from tightfit.priced import GIB, amounts, billions, strategy_name
 from tightfit.types import Phase, PhaseName
 from tightfit.web.plan_answer import Answered
-from tightfit.web.words import Sentence, sentence_in
+from tightfit.web.words import Words
 
 ADVICE = {
     *("plan.mildest-change", "plan.other-change", "plan.no-change-fits"),
     *("plan.gpus-would-do", "plan.gpus-would-do-pinned", "plan.no-gpus-would-do", "plan.no-gpus-would-do-pinned"),
 }
 """The messages that the page shows as what would make it fit."""
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SEQUENCES = tuple(2**power for power in range(7, 18))
+COLUMNS, BEFORE = 8, 4
+STEPS = 10  # shades of a cell
 
-Words = Mapping[str, Any]
 Drawn = dict[str, Any]  # what a template shows, by name
 
 
-def draw(answer: Answered, words: Words, language: Language, *, advice: bool) -> Drawn:
+def draw(answer: Answered, words: Words, *, advice: bool) -> Drawn:
     """All that the answer's template shows. `advice`: whether it was asked for what would make it fit."""
     plan, ways = answer.plan, answer.ways
     first = ways[0] if ways else None
-    shape = first.shape if first else plan.shape
-    pen = _Pen(plan, words, language)
-    bars = [pen.bars(way, is_first=way is first) for way in ways]
+    bars = [_bars(way, words["plan"], is_first=way is first) for way in ways]
     sides = list(zip(*bars, strict=True)) or [(), ()]
     scales = [scale_of(side) for side in sides]  # all ways to the same two
     legend = {  # only what can be seen: a part of less than a pixel needs no name
@@ -44,43 +50,26 @@ def draw(answer: Answered, words: Words, language: Language, *, advice: bool) ->
         for part in bar.parts
         if part.size_bytes > scale / 500
     }
+    shape = first.shape if first else plan.shape
     return {
-        "fits": plan.fits,
+        "plan": plan,
+        "shape": shape,
         "is_changed": bool(plan.chosen and plan.chosen.changes),
-        "model": shape.name,
         "parameters": billions(shape.parameters),
-        "hardware": sentence_in(language, plan.hardware.gpu.name).text,
-        "gpus": plan.hardware.world,
         "used": first.world if first else plan.hardware.world,
-        "batch": plan.effective_batch,
         "sequence": first.levers.sequence if first else plan.job.sequence,
-        "considered": plan.considered,
-        "ways": [pen.way(way, f"way{number}", bars[number], scales) for number, way in enumerate(ways)],
+        "ways": [_way(plan, way, words, f"way{number}", bars[number], scales) for number, way in enumerate(ways)],
         "legend": [(label, Markup(key_svg(kind, "key"))) for kind, label in legend.items()],  # noqa: S704 (ours)
-        "because": pen.said(reason_lines(plan)),
-        "changes": pen.said(plan.chosen.changes if plan.chosen else ()),
-        "remedies": [
-            {
-                "allowance": each.allowance,
-                "cost": sentence_in(language, each.cost),
-                "effect": sentence_in(language, each.effect),
-                "way": sentence_in(language, strategy_name(each.way.levers)),
-                "tokens_per_s": each.way.pace.tokens_per_s,
-            }
-            for each in plan.remedies
-        ],
-        "gpus_needed": plan.gpus_needed,
+        "because": reason_lines(plan),
+        "changes": plan.chosen.changes if plan.chosen else (),
+        "name_way": strategy_name,
         "is_advised": advice,
-        "unproven": pen.said(plan.unproven),
-        "notes": pen.said(shape.notes),
     }
 
 
 def reason_lines(plan: Plan) -> list[Said]:
     """The sentences that say something which the page does not say elsewhere."""
-    if plan.chosen is not None:
-        return further(plan)
-    return [each for each in further(plan) if id_of(each) not in ADVICE]
+    return [each for each in further(plan) if plan.chosen is not None or id_of(each) not in ADVICE]
 
 
 def gib(size_bytes: int) -> str:
@@ -88,72 +77,70 @@ def gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.1f}" if size_bytes >= GIB / 20 else ("·" if not size_bytes else "<0.1")
 
 
-@dataclass(frozen=True, slots=True)
-class _Pen:
-    plan: Plan
-    words: Words
-    language: Language
-
-    def said(self, sentences: Sequence[Said]) -> list[Sentence]:
-        return [sentence_in(self.language, each) for each in sentences]
-
-    def way(self, way: Way, ident: str, bars: tuple[Bar, Bar], scales: Sequence[int]) -> Drawn:
-        gpu, host, ram = way.footprint.gpu, way.footprint.host, way.hardware.host_ram_bytes
-        name = sentence_in(self.language, strategy_name(way.levers))
-        needs, card = amounts(gpu.required_bytes, way.hardware.gpu.memory_bytes)
-        levers = way.levers
-        drawn = {
-            side: Markup(  # noqa: S704 (it escapes what it is given)
-                bars_svg([bar], title=f"{name.text}: {self.words[title]}", ids=f"{ident}-{side}", scale_bytes=scale)
+def _way(plan: Plan, way: Way, words: Words, ident: str, bars: tuple[Bar, Bar], scales: Sequence[int]) -> Drawn:
+    gpu, host, ram = way.footprint.gpu, way.footprint.host, way.hardware.host_ram_bytes
+    name, levers = strategy_name(way.levers), way.levers
+    needs, card = amounts(gpu.required_bytes, way.hardware.gpu.memory_bytes)
+    drawn = {
+        side: Markup(  # noqa: S704 (it escapes what it is given)
+            bars_svg(
+                [bar],
+                title=f"{words.say(name)}: {words['plan'][f'{side}_title']}",
+                ids=f"{ident}-{side}",
+                scale_bytes=scale,
             )
-            for side, title, bar, scale in zip(("gpu", "host"), ("gpu_title", "host_title"), bars, scales, strict=True)
-        }
-        return {
-            **drawn,
-            "ident": ident,
-            "name": name,
-            "is_chosen": way is self.plan.chosen,
-            "fits": way.fits,
-            "levers": [  # the name in the words, and the value
-                ("micro_batch", str(levers.micro_batch)),
-                ("accum", str(levers.accumulation)),
-                ("checkpointing", checkpointing_word(levers.checkpointing)),
-                ("loss", levers.loss),
-                *([("lora_rank", str(levers.lora.rank))] if levers.lora is not None else []),
-                ("used", str(way.world)),
-            ],
-            "needs": needs,
-            "card": card,
-            "host_needs": amounts(host.peak_bytes_per_node)[0],
-            "host_has": None if ram is None else amounts(ram)[0],
-            "nvme_needs": amounts(host.nvme_bytes_per_node)[0] if host.nvme_bytes_per_node else None,
-            "tokens_per_s": way.pace.tokens_per_s,
-            "step_s": way.pace.step_s,
-            "hours": hours(self.plan.job, self.plan.effective_batch, way),
-            "lacks": None if way.fits else sentence_in(self.language, missing(way)),
-            "places": () if way.fits else tuple(lacking_bytes(way)),  # where it does not fit: GPU, RAM, NVMe
-            "gpu_table": _table(gpu.phases, fullest(way.footprint), gpu.overhead),
-            "host_table": _table(host.phases, _largest(host.phases), {}),
-        }
-
-    def bars(self, way: Way, *, is_first: bool) -> tuple[Bar, Bar]:
-        """GPU and host. Only the first names its lines: all have the same."""
-        host, names = way.footprint.host, self.words["components"]
-        card, ram = way.hardware.gpu.memory_bytes, way.hardware.host_ram_bytes
-        ends = [BarLine(at_bytes=card, label=self._line("card_line", card) if is_first else "")]
-        if way.gpu_limit_bytes < card:
-            ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
-        beside = () if ram is None else (BarLine(at_bytes=ram, label=self._line("ram_line", ram) if is_first else ""),)
-        ranks = way.hardware.gpus_per_node
-        on_host = {name: size * ranks for name, size in host.phases[_largest(host.phases)].components.items()}
-        on_host["other"] = max(0, host.peak_bytes_per_node - sum(on_host.values()))
-        return (
-            Bar(parts=gpu_parts(way.footprint, fullest(way.footprint), names), lines=tuple(ends)),
-            Bar(parts=parts_of(on_host, names), lines=beside, is_slim=True),
         )
+        for side, bar, scale in zip(("gpu", "host"), bars, scales, strict=True)
+    }
+    return {
+        **drawn,
+        "ident": ident,
+        "name": name,
+        "is_chosen": way is plan.chosen,
+        "fits": way.fits,
+        "levers": [  # the name in the words, and the value
+            ("micro_batch", str(levers.micro_batch)),
+            ("accum", str(levers.accumulation)),
+            ("checkpointing", checkpointing_word(levers.checkpointing)),
+            ("loss", levers.loss),
+            *([("lora_rank", str(levers.lora.rank))] if levers.lora is not None else []),
+            ("used", str(way.world)),
+        ],
+        "needs": needs,
+        "card": card,
+        "host_needs": amounts(host.peak_bytes_per_node)[0],
+        "host_has": None if ram is None else amounts(ram)[0],
+        "nvme_needs": amounts(host.nvme_bytes_per_node)[0] if host.nvme_bytes_per_node else None,
+        "tokens_per_s": way.pace.tokens_per_s,
+        "step_s": way.pace.step_s,
+        "hours": hours(plan.job, plan.effective_batch, way),
+        "lacks": None if way.fits else missing(way),
+        "places": () if way.fits else tuple(lacking_bytes(way)),  # where it does not fit: GPU, RAM, NVMe
+        "gpu_table": _table(gpu.phases, fullest(way.footprint), gpu.overhead),
+        "host_table": _table(host.phases, _largest(host.phases), {}),
+    }
 
-    def _line(self, key: str, size_bytes: int) -> str:
-        return str(self.words[key]).format(size=amounts(size_bytes)[0])
+
+def _bars(way: Way, words: Mapping[str, Any], *, is_first: bool) -> tuple[Bar, Bar]:
+    """GPU and host. Only the first names its lines: all have the same."""
+
+    def line(key: str, size_bytes: int) -> BarLine:
+        label = str(words[key]).format(size=amounts(size_bytes)[0]) if is_first else ""
+        return BarLine(at_bytes=size_bytes, label=label)
+
+    host, names = way.footprint.host, words["components"]
+    card, ram = way.hardware.gpu.memory_bytes, way.hardware.host_ram_bytes
+    ends = [line("card_line", card)]
+    if way.gpu_limit_bytes < card:
+        ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
+    ranks = way.hardware.gpus_per_node
+    on_host = {name: size * ranks for name, size in host.phases[_largest(host.phases)].components.items()}
+    on_host["other"] = max(0, host.peak_bytes_per_node - sum(on_host.values()))
+    beside = () if ram is None else (line("ram_line", ram),)
+    return (
+        Bar(parts=gpu_parts(way.footprint, fullest(way.footprint), names), lines=tuple(ends)),
+        Bar(parts=parts_of(on_host, names), lines=beside, is_slim=True),
+    )
 
 
 def _largest(phases: Mapping[PhaseName, Phase]) -> PhaseName:
@@ -162,9 +149,100 @@ def _largest(phases: Mapping[PhaseName, Phase]) -> PhaseName:
 
 def _table(phases: Mapping[PhaseName, Phase], peak: PhaseName, beside: Mapping[str, int]) -> Drawn:
     """Bytes by component and phase. `peak`: the phase that decides; `beside`: what every phase holds as well."""
-    names = list(dict.fromkeys(name for phase in phases.values() for name in phase.components))
+    names = dict.fromkeys(name for phase in phases.values() for name in phase.components)
     rows = [(name, tuple(phase.components.get(name, 0) for phase in phases.values())) for name in names]
     rows = [(name, sizes) for name, sizes in rows if any(sizes)]
     rows += [(name, (size,) * len(phases)) for name, size in beside.items() if size]
     totals = [phase.total_bytes + sum(beside.values()) for phase in phases.values()]
     return {"phases": list(phases), "peak": list(phases).index(peak), "rows": rows, "totals": totals}
+
+
+# --- the map --------------------------------------------------------------------------------------
+# What the chosen way would need at each sequence and micro batch, and where another way would fit. More tokens never
+# need less memory, so what fits is a staircase: whether another way fits is asked only along its edge.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    sequence: int
+    micro_batch: int
+    share: float  # of the card, that the chosen way needs here
+    fits: bool
+    fits_otherwise: bool | None  # another way would; None: nobody asked
+    is_chosen: bool
+    address: str  # the question with these values
+
+    @property
+    def shade(self) -> int:
+        return min(int(self.share * STEPS), STEPS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heat:
+    sequences: tuple[int, ...]
+    rows: tuple[tuple[int, tuple[Cell, ...]], ...]  # by micro batch
+    is_whole: bool  # other ways were asked as well
+
+
+def heat_of(answer: Answered, *, others: bool) -> Heat | None:
+    """None: no engine runs what was asked for. `others`: ask for other ways as well, which takes a while."""
+    if not answer.ways:
+        return None
+    way = answer.ways[0]
+    # Powers of two around the one that is asked for, and that one.
+    below = sum(length < way.levers.sequence for length in SEQUENCES)
+    first = max(0, min(below - BEFORE, len(SEQUENCES) - COLUMNS))
+    columns = tuple(sorted({*SEQUENCES[first : first + COLUMNS], way.levers.sequence}))
+    lines = tuple(sorted({*MICRO_BATCHES, way.levers.micro_batch}))
+    question = Question(
+        shape=way.shape,
+        base=way.levers,
+        pinned=pinned(answer.plan.job) | {"micro_batch"},
+        hardware=answer.plan.hardware,
+        effective_batch=way.effective_batch,
+        margin=answer.plan.job.limits.margin,
+        calibration=calibration_of(answer.asked.request(), answer.plan.job),
+    )
+    asked = replace(question, hardware=way.hardware)
+    here: dict[tuple[int, int], tuple[float, bool]] = {}  # the share of the card that the chosen way needs; if it fits
+    for size in lines:
+        for length in columns:
+            footprint = weigh(asked, replace(way.levers, sequence=length, micro_batch=size))
+            share = footprint.gpu.required_bytes / way.hardware.gpu.memory_bytes
+            here[size, length] = share, excess_bytes(asked, footprint) == 0
+    edge: dict[int, int] = {}  # for each sequence the largest micro batch with which any way fits; 0: none does
+    top = len(lines)
+    for length in columns if others else ():
+        while top and not here[lines[top - 1], length][1] and not _fits_otherwise(question, length, lines[top - 1]):
+            top -= 1
+        edge[length] = lines[top - 1] if top else 0
+
+    def cell(length: int, size: int) -> Cell:
+        share, fits = here[size, length]
+        # A batch that was asked for grows to the next one that the micro batch divides.
+        changes = {"seq": str(length), "micro_batch": str(size), "accum": ""}
+        if answer.asked.get("effective_batch"):
+            steps = size * answer.plan.hardware.world
+            changes["effective_batch"] = str(steps * max(1, -(-answer.plan.effective_batch // steps)))
+        return Cell(
+            sequence=length,
+            micro_batch=size,
+            share=share,
+            fits=fits,
+            fits_otherwise=not fits and size <= edge[length] if others else None,
+            is_chosen=(length, size) == (way.levers.sequence, way.levers.micro_batch),
+            address=answer.asked.address(**changes),
+        )
+
+    rows = tuple((size, tuple(cell(length, size) for length in columns)) for size in lines)
+    return Heat(sequences=columns, rows=rows, is_whole=others)
+
+
+def _fits_otherwise(question: Question, length: int, size: int) -> bool:
+    """A step is as many sequences as `plan` would take where none were asked for."""
+    batch = question.hardware.world * size * -(-SEQUENCES_A_GPU // size)
+    if batch > MOST_BATCH:
+        return False
+    base = replace(question.base, sequence=length, micro_batch=size, accumulation=1)
+    fixed = question.pinned - {"accumulation"}
+    return something_fits(replace(question, base=base, pinned=fixed, effective_batch=batch))

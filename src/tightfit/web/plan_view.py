@@ -31,13 +31,10 @@ from tightfit.messages import Language, Message
 from tightfit.model.presets import CHECKPOINTS, PRESETS
 from tightfit.planner.tiers import TIERS
 from tightfit.types import Checkpointing, Trainer, UserError
-from tightfit.web.pages import body_of, page, part
-from tightfit.web.plan_answer import Answered, answer_to, check_model, guessed, is_at_hand, most_of, recall
-from tightfit.web.plan_drawing import Drawn, draw, gib
-from tightfit.web.plan_heat import heat_of
-from tightfit.web.plan_question import DEFAULTS, MOST_CONFIG_BYTES, PINS, block_of, fill_form, read_address
-from tightfit.web.threads import beside
-from tightfit.web.words import language_of, words
+from tightfit.web import plan_answer
+from tightfit.web.pages import beside, body_of, page, part
+from tightfit.web.plan_drawing import Drawn, draw, gib, heat_of
+from tightfit.web.words import Words, language_of, words
 
 STATIC = Path(__file__).with_name("static")
 PATIENCE_S = 30.0
@@ -60,11 +57,11 @@ async def show_plan(request: Request) -> Response:
     except UserError as error:
         problem, status = error.said, 400
     pairs = request.query_params.multi_items()
-    filled = fill_form(pairs)
-    more = (*(lever.flag for lever in PINS), "margin", "max_steps", "samples")
+    filled = plan_answer.fill_form(pairs)
+    more = (*(lever.flag for lever in plan_answer.PINS), "margin", "max_steps", "samples")
     form: dict[str, object] = {
         "values": filled,
-        "pins": PINS,
+        "pins": plan_answer.PINS,
         "is_more_said": any(filled[name] for name in more),
         "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
         "allowances": get_args(Allowance),
@@ -74,8 +71,8 @@ async def show_plan(request: Request) -> Response:
         "models": [*PRESETS, *CHECKPOINTS],
         "cards": list(dict.fromkeys(f"{card.family.replace(' ', '')}-{card.size_gib}GB" for card in CARDS)),
         "machine": await beside(find_machine),
-        "defaults": DEFAULTS,
-        "most_bytes": MOST_CONFIG_BYTES,
+        "defaults": plan_answer.DEFAULTS,
+        "most_bytes": plan_answer.MOST_CONFIG_BYTES,
     }
     return page(request, "plan.html", status, **form, **{**_NOTHING, **values}, problem=problem)
 
@@ -92,14 +89,14 @@ async def show_answer(request: Request) -> Response:
 
 
 async def show_guess(request: Request) -> Response:
-    """One way, at once: see `guessed`. Nothing, where there is nothing to go by."""
+    """One way, at once: see `plan_answer.guessed`. Nothing, where there is nothing to go by."""
     pairs = request.query_params.multi_items()
 
     def look() -> dict[str, object] | None:
-        asked, last = read_address(pairs), recall(dict(pairs).get("like", ""))
-        if last is None or not is_at_hand(asked) or asked.get("tier"):
+        asked, last = plan_answer.read_address(pairs), plan_answer.recall(dict(pairs).get("like", ""))
+        if last is None or not plan_answer.is_at_hand(asked) or asked.get("tier"):
             return None
-        return _draw(guessed(asked, last), language_of(request), advice=False)
+        return _draw(plan_answer.guessed(asked, last), language_of(request), advice=False)
 
     try:
         found = await beside(look)
@@ -156,11 +153,11 @@ async def send_saved(request: Request) -> Response:
 async def find_most(request: Request) -> Response:
     """For the page's script: what to set in the form, so that it is the most that fits."""
     try:
-        asked = await beside(partial(read_address, request.query_params.multi_items()))
-        await beside(partial(check_model, asked))
+        asked = await beside(partial(plan_answer.read_address, request.query_params.multi_items()))
+        await beside(partial(plan_answer.check_model, asked))
         async with _slow:
             await _still_there(request)
-            found = await beside(partial(most_of, asked, request.query_params.get("max", "")))
+            found = await beside(partial(plan_answer.most_of, asked, request.query_params.get("max", "")))
     except UserError as error:
         return JSONResponse({"problem": words(language_of(request)).said(error.said).text})
     return JSONResponse({"fields": found})
@@ -168,9 +165,9 @@ async def find_most(request: Request) -> Response:
 
 async def read_config(request: Request) -> Response:
     """A pasted config.json, less what does not decide the shape: that fits into an address."""
-    text = (await body_of(request, MOST_CONFIG_BYTES, PATIENCE_S)).decode("utf-8", errors="replace")
+    text = (await body_of(request, plan_answer.MOST_CONFIG_BYTES, PATIENCE_S)).decode("utf-8", errors="replace")
     try:
-        block = await beside(partial(block_of, text))
+        block = await beside(partial(plan_answer.block_of, text))
     except UserError as error:
         return JSONResponse({"problem": words(language_of(request)).said(error.said).text})
     return JSONResponse({"config": json.dumps(block, separators=(",", ":"), ensure_ascii=False)})
@@ -179,17 +176,17 @@ async def read_config(request: Request) -> Response:
 # --- asking ---------------------------------------------------------------------------------------
 
 
-async def _find_answer(request: Request, *, advice: bool) -> Answered:
-    asked = await beside(partial(read_address, request.query_params.multi_items()))
-    await beside(partial(check_model, asked))  # the network may be slow: nobody else waits for it
+async def _find_answer(request: Request, *, advice: bool) -> plan_answer.Answered:
+    asked = await beside(partial(plan_answer.read_address, request.query_params.multi_items()))
+    await beside(partial(plan_answer.check_model, asked))  # the network may be slow: nobody else waits for it
     async with _quick:
         await _still_there(request)
-        answer = await beside(partial(answer_to, asked, advice=False))
+        answer = await beside(partial(plan_answer.answer_to, asked, advice=False))
     if not advice or answer.plan.fits:
         return answer
     async with _slow:
         await _still_there(request)
-        return await beside(partial(answer_to, asked, advice=True))
+        return await beside(partial(plan_answer.answer_to, asked, advice=True))
 
 
 async def _still_there(request: Request) -> None:
@@ -212,9 +209,8 @@ _NOTHING: dict[str, object] = {
 }
 
 
-def _draw(answer: Answered, language: Language, *, advice: bool) -> dict[str, object]:
-    said, plan = words(language)["plan"], answer.plan
-    found = draw(answer, said, language, advice=advice)
+def _draw(answer: plan_answer.Answered, language: Language, *, advice: bool) -> dict[str, object]:
+    plan, found = answer.plan, draw(answer, words(language), advice=advice)
     is_ours = plan.chosen is not None and plan.job.trainer == "tightfit"
     commands = [("command_plan", answer.asked.command())]  # what to type: its key in the words, and the command
     if plan.chosen is not None:
@@ -222,7 +218,7 @@ def _draw(answer: Answered, language: Language, *, advice: bool) -> dict[str, ob
         commands.append(("command_train", START[plan.job.trainer]))
     return {
         "found": found,
-        "verdict": verdict(found, said),
+        "verdict": verdict(found, words(language)),
         "commands": commands,
         # On what it would train, where that is not what a reader of the last command expects.
         "before_the_start": untrained(plan.job) if is_ours else (),
@@ -232,31 +228,33 @@ def _draw(answer: Answered, language: Language, *, advice: bool) -> dict[str, ob
     }
 
 
-def _files_of(answer: Answered) -> dict[str, object]:
+def _files_of(answer: plan_answer.Answered) -> dict[str, object]:
     files = answer.files
     found, why = (files, "") if isinstance(files, dict) else ({}, files)
     return {"files": found, "why_none": why, "address": answer.asked.address()}
 
 
-def _all_of(answer: Answered, language: Language, *, others: bool = False) -> dict[str, object]:
+def _all_of(answer: plan_answer.Answered, language: Language, *, others: bool = False) -> dict[str, object]:
     heat = heat_of(answer, others=others)
     return {**_draw(answer, language, advice=True), **_files_of(answer), "heat": heat}
 
 
-def verdict(found: Drawn, said: dict[str, str]) -> str:
+def verdict(found: Drawn, words: Words) -> str:
     """The answer in one sentence, which is read out as it changes."""
+    said = words["plan"]
     if not found["ways"]:
-        return said["verdict_none"]
+        return str(said["verdict_none"])
     first, used = found["ways"][0], found["used"]
-    kind = "changed" if found["is_changed"] else "fits" if found["fits"] else "not"
-    return said[f"verdict_{kind}"].format(
-        way=first["name"].text,
+    kind = "changed" if found["is_changed"] else "fits" if found["plan"].fits else "not"
+    template: str = said[f"verdict_{kind}"]
+    return template.format(
+        way=words.say(first["name"]),
         needs=first["needs"],
         card=first["card"],
         gpus=used,
         tokens=f"{first['tokens_per_s']:,.0f}",
         step=f"{first['step_s']:.2f}",
-        lacks=first["lacks"].text if first["lacks"] else "",
+        lacks=words.say(first["lacks"] or ""),
         where=said["on_many" if used > 1 else "on_one"].format(gpus=used),
     )
 

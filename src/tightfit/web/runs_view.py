@@ -17,10 +17,9 @@ from tightfit.diagnose.masks import masked
 from tightfit.runs.events import Ended, Step, event_of
 from tightfit.runs.records import RunFolder, read_attempts, read_run
 from tightfit.web.history import last_lines
-from tightfit.web.pages import page, part
+from tightfit.web.pages import beside, page, part
 from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at
 from tightfit.web.sight import state_of
-from tightfit.web.threads import beside
 from tightfit.web.words import language_of, translate
 
 LOG_BYTES = 48 * 1024

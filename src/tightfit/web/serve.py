@@ -19,17 +19,17 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from tightfit.messages import Message
 from tightfit.types import ConfigError, UserError
-from tightfit.web import diagnose_view, plan_view, runs_view, threads
+from tightfit.web import diagnose_view, pages, plan_view, runs_view
 from tightfit.web.guard import RequestGuard, Site
 from tightfit.web.hub import Hub
-from tightfit.web.pages import page
+from tightfit.web.pages import answer_failure
 from tightfit.web.places import Finder
 from tightfit.web.words import language_of, words
 
@@ -59,18 +59,20 @@ def make_app(site: Site, hub: Hub) -> ASGIApp:
 
     async def say_user_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, UserError)
-        return answer_failure(request, words(language_of(request)).said(error.said).text, 400)
+        return answer_failure(request, "error.html", words(language_of(request)).said(error.said).text, 400)
 
     async def say_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         known = words(language_of(request))["errors"]
-        answer = answer_failure(request, known.get(str(error.status_code), known["other"]), error.status_code)
+        answer = answer_failure(
+            request, "error.html", known.get(str(error.status_code), known["other"]), error.status_code
+        )
         answer.headers.update(error.headers or {})
         return answer
 
     async def say_bug(request: Request, error: Exception) -> Response:
         """One sentence here; the traceback is printed where the server was started."""
-        return answer_failure(request, words(language_of(request))["errors"]["500"], 500)
+        return answer_failure(request, "error.html", words(language_of(request))["errors"]["500"], 500)
 
     app = Starlette(
         routes=[
@@ -85,13 +87,6 @@ def make_app(site: Site, hub: Hub) -> ASGIApp:
     app.router.redirect_slashes = False
     app.state.site, app.state.hub, app.state.finder = site, hub, Finder(site.roots)
     return RequestGuard(app, site)
-
-
-def answer_failure(request: Request, said: str, status: int) -> Response:
-    """A sentence: in a page for who looks at pages, alone for scripts."""
-    if "text/html" in request.headers.get("accept", ""):
-        return page(request, "error.html", status, said=said)
-    return PlainTextResponse(f"{said}\n", status)
 
 
 def listen(host: str, port: int | None) -> socket.socket:
@@ -135,7 +130,7 @@ class _Server(uvicorn.Server):
 
 def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Until Ctrl-C. `ready` is called when the page can be opened."""
-    hub = Hub(site.roots)
+    hub = Hub()
     config = uvicorn.Config(
         make_app(site, hub),
         http="h11",
@@ -153,7 +148,7 @@ def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> No
     def leave() -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # whoever is cut off now is no error
         hub.close()
-        threads.leave()
+        pages.leave()
 
     gc.collect()
     gc.freeze()  # what is loaded stays to the end: a search would have it looked through again and again

@@ -32,13 +32,6 @@ class Sentence:
     is_foreign: bool  # it is English in a page of another language: an older run wrote it, or another program
 
 
-def sentence_in(language: Language, said: Said) -> Sentence:
-    """A message in the language; what is text already stays as it is, and a name is the same everywhere."""
-    if isinstance(said, Message):
-        return Sentence(said.text(language), is_foreign=False)
-    return Sentence(said, is_foreign=language != "en" and " " in said and _CHINESE.search(said) is None)
-
-
 class Words(dict[str, Any]):
     """All words of a language, and how it says what was made elsewhere."""
 
@@ -51,7 +44,10 @@ class Words(dict[str, Any]):
         return say(said, self.language)
 
     def said(self, said: Said) -> Sentence:
-        return sentence_in(self.language, said if isinstance(said, Message) else " ".join(said.split()))
+        """The same, and whether it is in another language; a name is the same everywhere."""
+        text = said.text(self.language) if isinstance(said, Message) else " ".join(said.split())
+        is_ours = isinstance(said, Message) or self.language == "en" or " " not in text or _CHINESE.search(text)
+        return Sentence(text, is_foreign=not is_ours)
 
 
 @cache
