@@ -22,8 +22,6 @@ FEW_LIVE, FEW_PREFETCHED = 100_000_000, 10_000_000  # a tenth and less of DeepSp
 
 @dataclass(frozen=True, slots=True)
 class AdviceCase:
-    """What the advice depends on."""
-
     levers: Levers
     many: bool  # several GPUs train
     in_step: bool  # the peak is the optimizer's step
@@ -81,11 +79,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         (lambda case: case.many and case.levers.engine in _LOW, "cli.engine-zero3-shares", _pull(engine=ZERO3)),
         (lambda case: case.engine == FSDP2, "cli.offload-param-cpu-keeps", _BOTH_TO_CPU),
         (lambda case: case.engine == ZERO3, "cli.offload-param-cpu-keeps", _pull(offload_param="cpu")),
-        (
-            lambda case: case.engine in _LOW,
-            "cli.engine-zero3-offload-param",
-            _pull(engine=ZERO3, offload_param="cpu"),
-        ),
+        (lambda case: case.engine in _LOW, "cli.engine-zero3-offload-param", _pull(engine=ZERO3, offload_param="cpu")),
         (lambda case: case.levers.method != "qlora", "cli.method-qlora-holds", None),
     ),
     "gathered weights": (

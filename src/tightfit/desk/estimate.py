@@ -63,8 +63,6 @@ _ABOUT_PLANS = ("job.gpus-of-this-machine", "job.batch-kept", "job.batch-is")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInput:
-    """What a job file gives to an estimate."""
-
     file: str
     shape: ModelShape
     levers: Levers
@@ -88,7 +86,6 @@ def estimated(request: Request) -> Priced:
 
 
 def comparison(request: Request) -> list[tuple[str, Outcome]]:
-    """The same of every strategy."""
     shape, levers, world, hardware, _ = _resolve(request, _read_job(request))
     return compare(shape, levers, world, hardware)
 

@@ -287,7 +287,6 @@ def render_plan(plan: Plan, target: Target, job: Job | None = None) -> dict[str,
 
 
 def plan_of(answer: Answer) -> Plan:
-    """The plan that an answer comes down to."""
     found = answer if isinstance(answer, Plan) else None if isinstance(answer, list) else answer.plan
     assert found is not None, "a comparison of tiers has no plan of its own"
     return found
@@ -313,7 +312,6 @@ def _each(answer: Answer, change: Callable[[Plan], Plan]) -> Answer:
 
 
 def _note_unproven(answer: Plan) -> Plan:
-    """The plan with what was never run by us."""
     levers = answer.chosen.levers if answer.chosen is not None else None
     if levers is None or "nvme" not in (levers.offload_optimizer, levers.offload_param):
         return answer

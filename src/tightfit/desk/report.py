@@ -99,7 +99,6 @@ def answer_report(answer: Answer, files: Sequence[Path] | None) -> dict[str, Any
 
 
 def plan_report(plan: Plan) -> dict[str, Any]:
-    """One plan."""
     return {
         "fits": plan.fits,
         "trainer": plan.job.trainer,

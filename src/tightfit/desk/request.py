@@ -15,14 +15,7 @@ from typing import Any, get_args
 from tightfit.inputs.flags import LEVERS, meant, spelt
 from tightfit.inputs.spelling import as_number
 from tightfit.job import Job, Wanted
-from tightfit.job.file import (
-    JOB_FLAGS,
-    folder_of_merged_model,
-    job_from_text,
-    model_left_by,
-    stage_folder,
-    stage_of,
-)
+from tightfit.job.file import JOB_FLAGS, folder_of_merged_model, job_from_text, model_left_by, stage_folder, stage_of
 from tightfit.job.text import JobText, read_job_text
 from tightfit.messages import Message, Said
 from tightfit.model.presets import PRESETS
@@ -139,7 +132,6 @@ REPLACES: Mapping[Wanted, tuple[str, ...]] = {
 
 
 def flags_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The lever flags among what was said."""
     return {name: value for name, value in said.items() if name in LEVERS}
 
 
@@ -161,8 +153,6 @@ def find_idle(named: Mapping[str, str], shape: ModelShape) -> tuple[Said, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of a job."""
-
     number: int
     count: int
     job: Job

@@ -28,8 +28,6 @@ OVERHEAD = "overhead"  # allocator slack, context and communicator, as one part
 
 @dataclass(frozen=True, slots=True)
 class BarLook:
-    """How one kind of memory is drawn."""
-
     colour: str
     pattern: str = "plain"
     ink: str = LIGHT
@@ -202,7 +200,6 @@ def bars_svg(bars: Sequence[Bar], *, title: str, ids: str, scale_bytes: int | No
 
 
 def key_svg(kind: str, ids: str) -> str:
-    """One field of a legend."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="18" height="12" aria-hidden="true">'
         f"<defs>{_pattern(kind, ids)}</defs>"

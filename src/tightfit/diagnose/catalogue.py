@@ -68,7 +68,6 @@ class Settings:
         return all(getattr(config, name) in wanted for name, wanted in self.values.items())
 
     def contradict(self, config: KnownConfig) -> bool:
-        """Whether one is known to be otherwise."""
         known = ((getattr(config, name), wanted) for name, wanted in self.values.items())
         return any(value is not None and value not in wanted for value, wanted in known)
 
@@ -142,7 +141,6 @@ class Symptom:
 
     @property
     def is_generic(self) -> bool:
-        """An exception that nobody knows."""
         return self.catches or (self.vague and CATCH_ALL in self.refines)
 
 
@@ -192,7 +190,6 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """The catalogue that is shipped."""
     return _check(read_files())
 
 

@@ -142,7 +142,6 @@ class Around:
 
 
 def fits(symptom: Symptom, known: Around) -> bool:
-    """Whether all that the entry asks for is there."""
     told = f"{known.text}\n{known.after}"
     asked = (
         (symptom.frames, known.frames),
@@ -299,7 +298,6 @@ def _join_lines(finding: LogFinding, entries: Catalogue) -> LogFinding | None:
 
 
 def _names(symptom: Symptom, finding: LogFinding) -> dict[str, str]:
-    """What the expressions call by name."""
     text = finding.message.whole
     names: dict[str, str] = {}
     for pattern in (*symptom.lines, symptom.follows, symptom.frames):
@@ -433,7 +431,6 @@ def _distinct(cases: Iterable[Case], first: Case | None) -> Iterable[Case]:
 
 
 def verdict_of(case: Case, logs: Sequence[LogSource], config: KnownConfig) -> Verdict:
-    """Put a case into words."""
     words = _find_words(case, config)
     inside = {name: value.rstrip(".") if isinstance(value, str) else value for name, value in words.items()}
     said = case.symptom.cause.fill(inside)

@@ -227,7 +227,6 @@ _HARMLESS = re.compile(
 
 
 def is_raised(message: LogMessage) -> bool:
-    """Whether a line begins with the name of an exception."""
     return _RAISED.match(message.text) is not None
 
 

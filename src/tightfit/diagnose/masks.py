@@ -38,7 +38,6 @@ _HARMLESS = re.compile(
 
 
 def masked(text: str) -> str:
-    """The text with what looks like a secret struck out."""
     text = _URL.sub(rf"\1{_MASK}@", text)
     text = _QUERY.sub(rf"\1{_MASK}", text)
     text = _BEARER.sub(rf"\1 {_MASK}", text)

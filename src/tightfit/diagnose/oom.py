@@ -24,19 +24,19 @@ from tightfit.messages import Message
 
 GIB = 2**30
 MIB = 2**20
-_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, "k": 10, "m": 20, "g": 30, "t": 40, "e": 60}
+_UNITS = {"b": 0, "k": 10, "m": 20, "g": 30, "t": 40, "e": 60}
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes?|[KMGTE]i?B)"
-_ASKED = re.compile(rf"tried to allocate (?:more than )?{_SIZE}", re.IGNORECASE)
-_TOTAL = re.compile(rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity", re.IGNORECASE)
-_FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free", re.IGNORECASE)
-_ALLOCATED = re.compile(
-    rf"allocated memory {_SIZE} is allocated by|{_SIZE} already allocated|{_SIZE} allocated by PyTorch", re.IGNORECASE
-)
-_UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but|{_SIZE} cached\)", re.IGNORECASE)
-_RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
-_OWN = re.compile(rf"this process has {_SIZE} memory in use", re.IGNORECASE)
+_SAID = {
+    "asked": rf"tried to allocate (?:more than )?{_SIZE}",
+    "total": rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity",
+    "free": rf"of which {_SIZE} is free|; {_SIZE} free",
+    "allocated": rf"allocated memory {_SIZE} is allocated by|{_SIZE} already allocated|{_SIZE} allocated by PyTorch",
+    "unused": rf"{_SIZE} is reserved by PyTorch but|{_SIZE} cached\)",
+    "reserved": rf"{_SIZE} reserved in total",
+    "own": rf"this process has {_SIZE} memory in use",
+    "allowed": rf"{_SIZE} allowed",
+}
 _PROCESS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IGNORECASE)
-_ALLOWED = re.compile(rf"{_SIZE} allowed", re.IGNORECASE)
 _LEAST_PIECES = 0.05  # share of a card that lies reserved in pieces before that is called the cause
 _MORE, _BESIDE = 1.25, 3 * GIB
 """What a process may hold beside its allocator: context, communicators, libraries' own pools. More is another's."""
@@ -46,36 +46,33 @@ _CONTEXT = (100 * MIB, 1500 * MIB)  # what a process without tensors holds
 
 @dataclass(frozen=True, slots=True)
 class OomMessage:
-    """A message that was read."""
-
     numbers: OomNumbers
     shapes: frozenset[OomShape]
     tokens: int | None = None  # rows of the vocabulary that were asked for, where that is what the number is
-    strangers: int = 0  # other processes on the device
 
 
 def read_oom(text: str, vocabulary: int | None = None, rows: int | None = None) -> OomMessage:
     """The numbers in a message. `rows`: tokens of a micro batch, where that is known."""
-    asked, total, free = _size(_ASKED, text), _size(_TOTAL, text), _size(_FREE, text)
-    allocated, unused = _size(_ALLOCATED, text), _size(_UNUSED, text)
-    reserved = _size(_RESERVED, text)
+    asked, total, free, allocated, unused, reserved, own_said, allowed = (
+        _bytes(*filter(None, size.groups())) if (size := re.search(pattern, text, re.IGNORECASE)) else None
+        for pattern in _SAID.values()
+    )
     if reserved is None and allocated is not None and unused is not None:
         reserved = allocated + unused
     if unused is None and reserved is not None and allocated is not None:
         unused = max(0, reserved - allocated)
     processes = [_bytes(*found) for found in _PROCESS.findall(text)]
     strangers = processes
-    if _OWN.search(text) is None and processes and allocated is not None:
+    if own_said is None and processes and allocated is not None:
         most = (reserved or allocated) * _MORE + _BESIDE
         own = min((size for size in processes if allocated <= size <= most), default=None)
         if own is not None:
             strangers = list(processes)
             strangers.remove(own)
-    others: int | None = sum(strangers) if processes or _OWN.search(text) else None
+    others: int | None = sum(strangers) if processes or own_said is not None else None
     if others is None and total is not None and free is not None and reserved is not None:
         rest = total - free - reserved
         others = rest if rest > _CONTEXT[1] else 0
-    allowed = _size(_ALLOWED, text)
     numbers = OomNumbers(
         asked=asked,
         total=total,
@@ -99,8 +96,7 @@ def read_oom(text: str, vocabulary: int | None = None, rows: int | None = None) 
         "roomy": is_roomy and not is_capped,
         "logits": bool(tokens),
     }
-    found = frozenset(name for name, holds in shapes.items() if holds)
-    return OomMessage(numbers, found, tokens, len(strangers))
+    return OomMessage(numbers, frozenset(name for name, holds in shapes.items() if holds), tokens)
 
 
 def _count_tokens(asked: int | None, vocabulary: int | None, rows: int | None) -> int | None:
@@ -124,25 +120,13 @@ def _count_tokens(asked: int | None, vocabulary: int | None, rows: int | None) -
     return None
 
 
-def _size(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    if found is None:
-        return None
-    groups = [group for group in found.groups() if group is not None]
-    return _bytes(groups[0], groups[1])
-
-
 def _bytes(number: str, unit: str) -> int:
-    letter = unit.lower() if unit.lower().startswith("byte") else unit[0].lower()
-    power = _UNITS.get(letter, 1)
-    return int(float(number) * (2**power if power > 1 else 1))
+    return int(float(number) * 2 ** _UNITS[unit[0].lower()])
 
 
 def size_words(size: int) -> str:
     """As PyTorch writes it."""
-    if size >= GIB:
-        return f"{size / GIB:.2f} GiB"
-    return f"{size / MIB:.0f} MiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
 
 
 def describe_numbers(numbers: OomNumbers) -> Message | None:

@@ -33,7 +33,6 @@ class MemoryPrediction:
 
     @property
     def blame(self) -> str | None:
-        """The component that takes most."""
         return self.components[0][0] if self.components else None
 
 
@@ -52,18 +51,12 @@ def predict_failure(footprint: Footprint, verdict: Verdict) -> MemoryPrediction 
         wanted = oom.allocated + (oom.asked or 0)
         is_known = wanted <= phase.total_bytes * 1.1
         log = Message("diagnose.in-the-log" if is_known else "diagnose.in-the-log-unknown", size=_gib(wanted))
-    parts = _sort_parts(phase)
+    where, parts, size = PLACES[phase.name], _sort_parts(phase), phase.total_bytes
     return MemoryPrediction(
         phase=phase.name,
-        bytes=phase.total_bytes,
+        bytes=size,
         components=parts,
-        sentence=Message(
-            "diagnose.predicted",
-            where=PLACES[phase.name],
-            size=_gib(phase.total_bytes),
-            parts=_name_largest(parts),
-            log=log,
-        ),
+        sentence=Message("diagnose.predicted", where=where, size=_gib(size), parts=_name_largest(parts), log=log),
         required_bytes=footprint.gpu.required_bytes,
         fits=None if oom is None or oom.total is None else footprint.gpu.required_bytes <= oom.total,
     )

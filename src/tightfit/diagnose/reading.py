@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import BinaryIO
 
 from tightfit.diagnose.doing import signs_in
@@ -90,14 +89,12 @@ def _gap(source: LogSource) -> range | None:
 
 
 def _line_after(file: BinaryIO, place: int) -> int:
-    """Where the next line begins."""
     file.seek(max(0, place))
     file.readline(PIECE_BYTES)
     return file.tell()
 
 
 def _span(source: LogSource, start: int, stop: int | None, portion: int = PIECE_BYTES) -> Iterator[bytes]:
-    """Some bytes of a file."""
     assert source.path is not None
     try:
         with source.path.open("rb") as file:
@@ -295,16 +292,14 @@ _SHELL_TABLE = tuple(
 def in_english(data: bytes) -> bytes:
     """Whole lines in, as many out."""
     for english, word, expression in _SHELL_TABLE:
+
+        def write(found: re.Match[bytes], english: bytes = english) -> bytes:
+            place = b"sh: line 1: " + found["process"] + b" " if found["script"] else b""
+            return place + english + (b" (core dumped)" if found["dumped"] else b"") + (found["command"] or b"")
+
         if word in data:
-            data = expression.sub(partial(_write_report, english), data)
+            data = expression.sub(write, data)
     return data
-
-
-def _write_report(english: bytes, found: re.Match[bytes]) -> bytes:
-    dumped = b" (core dumped)" if found["dumped"] else b""
-    command = found["command"] or b""
-    place = b"sh: line 1: " + found["process"] + b" " if found["script"] else b""
-    return place + english + dumped + command
 
 
 # --- cameras and word processors ----------------------------------------------------------------

@@ -65,7 +65,6 @@ class Traceback:
 
     @property
     def place(self) -> str:
-        """The frames as one text."""
         return "\n".join(text for _, text in self.frames)
 
 
@@ -88,7 +87,6 @@ class Assembler:
         self.is_open = False  # some traceback is not whole yet
 
     def unfinished(self) -> Iterator[Traceback]:
-        """Those whose end the log does not have."""
         for stream in self._streams.values():
             for begun in stream.open:
                 begun.frames = list(stream.frames)

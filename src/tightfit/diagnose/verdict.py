@@ -53,8 +53,6 @@ class LogSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How one process ended."""
-
     rank: int | None  # None: of the whole command
     code: int  # negative: the signal that ended it
     at: float  # seconds, to know which was first
@@ -62,8 +60,6 @@ class RankExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Everything that is known about one run."""
-
     logs: tuple[LogSource, ...]
     exits: tuple[RankExit, ...] = ()
     kernel: tuple[str, ...] = ()  # lines of the kernel's log from the time of the run
@@ -73,8 +69,6 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of evidence."""
-
     source: Said  # a file's name, `exit code`, `kernel log`
     number: int | None  # of the line in the file, from 1
     text: Said  # without colour codes; secrets masked

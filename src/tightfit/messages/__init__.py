@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from string import Formatter
 from typing import Any, Literal, get_args
@@ -106,7 +106,7 @@ class Listing:
         return hash((self.joint, self.parts))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.parts!r}, {self.joint!r})"
+        return f"Listing({self.parts!r}, {self.joint!r})"
 
     def __str__(self) -> str:
         return self.text(_spoken)
@@ -116,15 +116,7 @@ class Listing:
         return filler.put_back(filler.join(self))
 
 
-class Choice(Listing):
-    """Words of which one is to be taken: `a, b or c`."""
-
-    __slots__ = ()
-
-    def __init__(self, words: Iterable[str]) -> None:
-        super().__init__(words, "or")
-
-
+Choice = partial(Listing, joint="or")  # words of which one is to be taken: `a, b or c`
 Said = Message | str  # a message, or text that was made elsewhere: by a user, a log, another program
 
 
@@ -208,7 +200,6 @@ def _from_json(value: object) -> object:
 
 
 def text(id: str, /, **fields: object) -> str:  # noqa: A002
-    """What a message says, in the language of this process."""
     return Message(id, **fields).text(_spoken)
 
 

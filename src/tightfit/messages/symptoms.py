@@ -10,7 +10,7 @@ takes the parsed files from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,17 @@ def read_files() -> Mapping[str, Any]:
 
 
 def read_texts() -> Mapping[str, tuple[str, ...]]:
-    return {name: (one_line(entry[key]), one_line(entry[f"{key}_zh"])) for name, entry, key in _find_texts()}
+    found: dict[str, tuple[Mapping[str, Any], str]] = {}  # name → where it stands, under which key
+    for file, tree in read_files().items():
+        if file == SHARED:
+            found |= {f"fix.{key}": (entry, "text") for key, entry in tree.items()}
+            continue
+        for entry in tree:
+            found |= {f"{entry['id']}.{key}": (entry, key) for key in ("title", "cause")}
+            fixes = enumerate(entry["fixes"], 1)
+            found |= {f"{entry['id']}.fix-{number}": (fix, "text") for number, fix in fixes if isinstance(fix, dict)}
+    return {name: (one_line(entry[key]), one_line(entry[f"{key}_zh"])) for name, (entry, key) in found.items()}
 
 
 def one_line(text: object) -> str:
     return " ".join(str(text).split())
-
-
-def _find_texts() -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    for file, tree in read_files().items():
-        if file == SHARED:
-            yield from ((f"fix.{key}", entry, "text") for key, entry in tree.items())
-            continue
-        for entry in tree:
-            yield from ((f"{entry['id']}.{key}", entry, key) for key in ("title", "cause"))
-            for number, fix in enumerate(entry["fixes"], 1):
-                if isinstance(fix, dict):
-                    yield f"{entry['id']}.fix-{number}", fix, "text"

@@ -95,8 +95,6 @@ def own_names(host: str) -> frozenset[str]:
 
 
 class RequestGuard:
-    """Wraps the application."""
-
     def __init__(self, app: ASGIApp, site: Site) -> None:
         self._app, self._site = app, site
 

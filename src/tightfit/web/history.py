@@ -25,20 +25,7 @@ from typing import TypeVar
 from tightfit.diagnose.masks import masked
 from tightfit.inputs.spelling import open_regular
 from tightfit.messages import change_texts
-from tightfit.runs.events import (
-    AttemptBegan,
-    Checkpointed,
-    Ended,
-    Event,
-    Probe,
-    Progress,
-    Proof,
-    Resumed,
-    Started,
-    Step,
-    events_of,
-    time_of,
-)
+from tightfit.runs import events
 from tightfit.runs.lines import line_of
 
 MOST = 1600  # buckets; a screen has no more columns
@@ -50,7 +37,7 @@ TAIL_BYTES = 64 * 1024
 _CHUNK = 512 * 1024
 _LONGEST = 1 << 22
 _SAMPLE_BYTES = 2048
-_GOOD = (Checkpointed, Probe, Proof, Resumed)
+_GOOD = (events.Checkpointed, events.Probe, events.Proof, events.Resumed)
 
 
 Number = TypeVar("Number", int, float)
@@ -155,9 +142,9 @@ class History:
         self._sampled: Series | None = None
         self.said: deque[dict[str, object]] = deque(maxlen=LINES)
         """What happened once: when (seconds since the epoch), what (without secrets), and in which mood."""
-        self._recent: deque[Step] = deque(maxlen=RECENT)
-        self.doing: Progress | None = None
-        self.ended: Ended | None = None
+        self._recent: deque[events.Step] = deque(maxlen=RECENT)
+        self.doing: events.Progress | None = None
+        self.ended: events.Ended | None = None
         self.limit_bytes: int | None = None  # what a card has, as the worker saw it
         self.share = 0.0  # how much of the file is read
 
@@ -171,8 +158,7 @@ class History:
         """The exact curve, or the rough one until there is it."""
         return self.series if self._sampled is None or self.is_whole else self._sampled
 
-    def steps(self) -> tuple[Step, ...]:
-        """The last ones of this start."""
+    def steps(self) -> tuple[events.Step, ...]:
         return tuple(self._recent)
 
     def read_on(self, patience_s: float) -> bool:
@@ -205,41 +191,43 @@ class History:
     def _take_tail(self) -> None:
         """How far the run is, before all of it is read."""
         self._recent.clear()
-        self._recent.extend(event for event in events_of(last_lines(self._path)) if isinstance(event, Step))
+        self._recent.extend(
+            event for event in events.events_of(last_lines(self._path)) if isinstance(event, events.Step)
+        )
 
     def _take(self, chunk: bytes) -> None:
         *lines, self._torn = (self._torn + chunk).split(b"\n")
         if len(self._torn) > _LONGEST:
             self._torn = b""
         lines = [line for line in lines if line]
-        for line, event in zip(lines, events_of(lines), strict=True):
-            if isinstance(event, Step):
+        for line, event in zip(lines, events.events_of(lines), strict=True):
+            if isinstance(event, events.Step):
                 self.series.add(_bucket(event))
                 self.doing = None
                 if self._sampled is None:
                     self._recent.append(event)
-            elif isinstance(event, Progress):
+            elif isinstance(event, events.Progress):
                 self.doing = event
             elif event is not None:
                 self._add(event, line)
 
-    def _add(self, event: Event, line: bytes) -> None:
-        if isinstance(event, Started):
+    def _add(self, event: events.Event, line: bytes) -> None:
+        if isinstance(event, events.Started):
             self.limit_bytes = event.limit_bytes or self.limit_bytes
-        if isinstance(event, Started | AttemptBegan | Resumed):
+        if isinstance(event, events.Started | events.AttemptBegan | events.Resumed):
             if self._sampled is None:
                 self._recent.clear()
             self.doing = self.ended = None
-        if isinstance(event, Ended):
+        if isinstance(event, events.Ended):
             self.ended = event
         said, style = line_of(event)
         if said:
             moods = {"bad": "red" in style, "warn": "yellow" in style, "good": isinstance(event, _GOOD)}
             mood = next((name for name, holds in moods.items() if holds), "")
-            self.said.append({"at": time_of(line), "text": change_texts(said, masked), "mood": mood})
+            self.said.append({"at": events.time_of(line), "text": change_texts(said, masked), "mood": mood})
 
 
-def _bucket(step: Step) -> Bucket:
+def _bucket(step: events.Step) -> Bucket:
     is_number = step.loss is not None and not step.skipped and math.isfinite(step.loss)
     held = [step.now_bytes, step.peak_bytes, step.host_bytes]
     return single(step.step, step.loss if is_number else None, step.tokens_per_s, held)
@@ -255,14 +243,13 @@ def sample(path: Path) -> Series:
             # The first piece is the rest of a line, and the last one may lack its end.
             lines += file.read(_SAMPLE_BYTES).split(b"\n")[1:-1][:1]
     series = Series()
-    for event in events_of([*lines, *last_lines(path)[-RECENT:]]):
-        if isinstance(event, Step):
+    for event in events.events_of([*lines, *last_lines(path)[-RECENT:]]):
+        if isinstance(event, events.Step):
             series.add(_bucket(event))
     return series
 
 
 def last_lines(path: Path, most_bytes: int = TAIL_BYTES) -> list[bytes]:
-    """The whole lines at the end of a file."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -223,8 +223,6 @@ class SharedMachineEye:
 
 
 class Hub:
-    """All readers."""
-
     def __init__(self) -> None:
         self._machine = SharedMachineEye()
         self._lock = threading.Lock()
@@ -263,7 +261,6 @@ class Hub:
             return feed if feed.join(client, last) else None
 
     def close(self) -> None:
-        """Everybody is let go."""
         with self._lock:
             self._closed = True
             feeds = list(self._feeds.values())

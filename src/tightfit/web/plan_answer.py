@@ -210,8 +210,6 @@ _OWN = tuple(each.name for each in fields(Levers) if each.name not in _FREE - {"
 
 @dataclass(frozen=True)
 class Answered:
-    """One answer, and what was asked for it."""
-
     asked: AddressQuestion
     plan: Plan
     tiered: Tiered | None = None  # where a tier was asked for: what the command line would answer
@@ -273,7 +271,6 @@ def _recall(address: str, advice: bool) -> Answered | None:
 
 
 def recall(address: str) -> Answered | None:
-    """An answer of the last minute."""
     return _recall(address, False) or _recall(address, True)
 
 

@@ -60,7 +60,6 @@ async def show_runs(request: Request) -> Response:
 
 
 async def show_table(request: Request) -> Response:
-    """The table alone, for the page's script."""
     return HTMLResponse(part(request, "runs_table.html", **await _list_runs(request)))
 
 

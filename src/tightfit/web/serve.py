@@ -51,8 +51,6 @@ class _Static(StaticFiles):
 
 
 def make_app(site: Site, hub: Hub) -> ASGIApp:
-    """All views, behind the guard."""
-
     async def go_home(request: Request) -> Response:
         query = request.url.query  # the language, say
         return RedirectResponse(f"{HOME}?{query}" if query else HOME, 303)

@@ -17,21 +17,12 @@ from typing import Any
 from tightfit.diagnose.masks import masked
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.messages import Message
+from tightfit.runs import records
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
 from tightfit.runs.health import OOM_KINDS, Held, Seen, judge_health
 from tightfit.runs.lines import action_words, duration
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
-from tightfit.runs.records import (
-    ATTEMPTS,
-    AttemptRecord,
-    RunFolder,
-    RunRecord,
-    WorkerFile,
-    find_worker_file,
-    read_attempts,
-    read_run,
-)
 from tightfit.runs.watching import Rank, RankEye
 from tightfit.web.history import History
 from tightfit.web.places import file_at
@@ -39,9 +30,10 @@ from tightfit.web.places import file_at
 MOST_CHECKPOINTS, MOST_ATTEMPTS, MOST_LOGS = 40, 100, 64
 QUIET_S = 60.0
 Section = dict[str, Any]
+Attempts = tuple[records.AttemptRecord, ...]
 
 
-def state_of(record: RunRecord | None, history_ended: bool, attempts: tuple[AttemptRecord, ...]) -> str:
+def state_of(record: records.RunRecord | None, history_ended: bool, attempts: Attempts) -> str:
     """A key of `states` in the words."""
     if record is None:
         if history_ended:
@@ -57,7 +49,7 @@ class RunSight:
     """Looks at one run's folder again and again. Nothing is written there, and nothing held."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self._folder = run, RunFolder(run)
+        self.run, self._folder = run, records.RunFolder(run)
         self.history = History(self._folder.events)
         self._ranks = RankEye(run)
         self._peaks: dict[int, int] = {}
@@ -67,14 +59,14 @@ class RunSight:
     def look(self, eye: MachineEye | None) -> dict[str, Section | list[Section]]:
         """All sections. OSError: the folder cannot be read at all, now."""
         os.stat(self.run / ".")
-        record = read_run(self.run)
-        attempts: tuple[AttemptRecord, ...] = self._unless_same(
-            "attempts", _marks(self.run / ATTEMPTS), lambda: read_attempts(self.run)[-MOST_ATTEMPTS:]
+        record = records.read_run(self.run)
+        attempts: Attempts = self._unless_same(
+            "attempts", _marks(self.run / records.ATTEMPTS), lambda: records.read_attempts(self.run)[-MOST_ATTEMPTS:]
         )
         state = state_of(record, self.history.ended is not None, attempts)
         plan = self._folder.plan
-        worker: WorkerFile | None = self._unless_same(
-            "plan", _marks(plan / WORKER_FILE), lambda: find_worker_file(plan)
+        worker: records.WorkerFile | None = self._unless_same(
+            "plan", _marks(plan / WORKER_FILE), lambda: records.find_worker_file(plan)
         )
         is_here = state == "running"
         ranks = self._ranks.look() if is_here else ()
@@ -108,7 +100,7 @@ class RunSight:
         return self._kept[name][1]
 
     def _head(
-        self, state: str, record: RunRecord | None, worker: WorkerFile | None, attempts: tuple[AttemptRecord, ...]
+        self, state: str, record: records.RunRecord | None, worker: records.WorkerFile | None, attempts: Attempts
     ) -> Section:
         history = self.history
         steps = history.steps()
@@ -145,7 +137,7 @@ class RunSight:
             "command": None if record is None else masked(" ".join(record.command))[:2000],
         }
 
-    def _memory(self, worker: WorkerFile | None, ranks: tuple[Rank, ...], eye: MachineEye | None) -> Section:
+    def _memory(self, worker: records.WorkerFile | None, ranks: tuple[Rank, ...], eye: MachineEye | None) -> Section:
         on_gpu = worker is not None and worker.vendor != "cpu"
         card_bytes = None if worker is None else worker.gpu_memory_bytes
         total = card_bytes or self.history.limit_bytes
@@ -177,9 +169,7 @@ class RunSight:
             rows = [_draw_held("rank 0", now, peak or None, planned, total)]
         return {"rows": rows, "on_gpu": on_gpu, "planned": planned, "card": total, "host": None}
 
-    def _lights(
-        self, state: str, worker: WorkerFile | None, memory: Section, attempts: tuple[AttemptRecord, ...]
-    ) -> Section:
+    def _lights(self, state: str, worker: records.WorkerFile | None, memory: Section, attempts: Attempts) -> Section:
         """As `tightfit watch` judges."""
         host = memory["host"] or {"used": None, "total": None}
         ram = Held(name=Message("runs.host-ram"), used_bytes=host["used"], total_bytes=host["total"])
@@ -225,7 +215,7 @@ def _draw_held(name: str, now: int | None, peak: int | None, planned: int | None
     return {"name": name, "now": now, "peak": peak, "planned": planned, "total": total}
 
 
-def _show_attempt(record: AttemptRecord) -> Section:
+def _show_attempt(record: records.AttemptRecord) -> Section:
     cause, following = record.cause, record.next
     return {
         "number": record.number,

@@ -52,7 +52,6 @@ class Words(dict[str, Any]):
 
 @cache
 def words(language: Language) -> Words:
-    """Those of a language, read once."""
     return Words(language)
 
 

@@ -29,7 +29,7 @@ from tightfit.formats.rules import KEY_TWICE, NOT_FINITE, rules
 from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, part_fault, propose, say_fault
 from tightfit.inputs.spelling import as_number, nearest, shown
 from tightfit.inputs.versions import release
-from tightfit.messages import Choice, Message, Said, id_of
+from tightfit.messages import Choice, Listing, Message, Said, id_of
 from tightfit.types import ConfigError
 
 
@@ -371,7 +371,7 @@ class Takes:
     nullable: bool = False
 
     @property
-    def phrase(self) -> Message | Choice:
+    def phrase(self) -> Message | Listing:
         """To stand after `must be` and after `write`."""
         if self.kind == "switch":
             return Message("deepspeed.true-or-false")
