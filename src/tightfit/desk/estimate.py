@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.desk.request import Request, RequestFile, find_idle, flags_of, pick_stage, read_request
+from tightfit.desk.request import Request, find_idle, flags_of, pick_stage, read_request
 from tightfit.inputs.flags import levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
@@ -33,7 +33,6 @@ from tightfit.types import (
     Levers,
     ModelShape,
     Offload,
-    Trainer,
     UserError,
 )
 
@@ -126,8 +125,8 @@ def _resolve(
     elif job is not None and "levers.deepspeed_version" in explicit:
         version = job.levers.deepspeed_version
     else:
-        other: Trainer = "llamafactory" if request.file is not None else "tightfit"
-        version, version_said = choose_deepspeed(hardware, job.levers.trainer if job else other)
+        trainer = job.levers.trainer if job else "llamafactory" if request.file else "tightfit"
+        version, version_said = choose_deepspeed(hardware, trainer)
     # A card without bf16 computes in fp16, unless somebody says otherwise.
     usual, chosen = replace(Levers(), deepspeed_version=version), list[Said]()
     is_others = request.file is not None and job is None
@@ -179,16 +178,11 @@ def world_of(request: Request, hardware: Hardware | None, otherwise: int = 1) ->
     """How many GPUs train: what was said, or all there are, or what a file names, or one."""
     there = hardware.world if hardware else None
     world = (there or otherwise) if request.world is None else request.world
-    if world < 1:
-        least = Message("inputs.at-least", least=1)
-        raise ConfigError(Message("inputs.flag-must-be", flag="--world", must=least, value=world))
-    if there is not None and world > there:
-        raise HardwareError(
-            Message("desk.world-beyond", world=world, there=there, gpus=request.flags["gpus"])
-            if "gpus" in request.flags
-            else Message("desk.world-beyond-all", world=world, there=there)
-        )
-    return world
+    if there is None or world <= there:
+        return world
+    if "gpus" in request.flags:
+        raise HardwareError(Message("desk.world-beyond", world=world, there=there, gpus=request.flags["gpus"]))
+    raise HardwareError(Message("desk.world-beyond-all", world=world, there=there))
 
 
 def _read_job(request: Request) -> JobInput | None:
@@ -213,7 +207,7 @@ def _read_job(request: Request) -> JobInput | None:
     shape = model_of(job, trust_trace=request.trace)
     levers, batch_said = levers_of(job, shape), list[Said]()
     training = world if request.world is None else request.world
-    if job.effective_batch is not None and "accum" not in job.levers and training >= 1:
+    if job.effective_batch is not None and "accum" not in job.levers:
         # The sequences of a step as forward passes of the micro batch that is pinned, or of one.
         batch, micro = job.effective_batch, levers.micro_batch
         share, rest = divmod(batch, training * micro)
@@ -262,56 +256,44 @@ def _inputs(
     request: Request, world: int, job: JobInput | None, usual: Levers
 ) -> tuple[ModelShape, Levers, tuple[Said, ...]]:
     """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
-    if request.deepspeed and _names_fsdp2(request):
+    is_fsdp2 = str(request.flags.get("engine", "")).lower() == FSDP2
+    config: str | Path | None = request.deepspeed
+    factory, said = None, list[Said]()
+    if config and is_fsdp2:
         raise ConfigError(Message("desk.two-engines"))
-    said: tuple[Said, ...] = ()
     if job is not None:
         base = replace(job.levers, deepspeed_version=usual.deepspeed_version)
-        shape, said = job.shape, (*job.said, *job.batch_said)
+        shape, said = job.shape, [*job.said, *job.batch_said]
         if usual.precision != Levers().precision:
             base = replace(base, precision=usual.precision)
     elif request.file is not None:
-        return _from_llamafactory(request, request.file, world, usual)
+        from tightfit.formats.llamafactory import read as llamafactory_file
+
+        path, found = request.file.path, request.file.found
+        if str(path).endswith(".json"):
+            raise ConfigError(Message("desk.not-llamafactory", path=path))
+        if isinstance(found, UserError):  # for its own words about what cannot be read
+            factory = llamafactory_file.read_llamafactory(path)
+        else:
+            factory = llamafactory_file.settings_from(found.values, path)
+        said = [*factory.because, *factory.computing_because]
+        if factory.ignored:
+            said.append(Message("desk.not-priced", names=Listing(factory.ignored)))
+        shape = load_model(request.model or factory.model, trust_trace=request.trace)
+        base = llamafactory_file.to_levers(factory, usual, n_layers=shape.n_layers)
+        config = config or factory.deepspeed
     elif request.model is None:
         raise ConfigError(Message("job.which-model"))
     else:
         shape, base = load_model(request.model, trust_trace=request.trace), usual
-    if request.deepspeed is None:
-        return shape, base, said
+    if config is None or is_fsdp2:
+        return shape, base, tuple(said)
     from tightfit.formats.deepspeed.read import read_deepspeed, to_levers
 
-    settings = read_deepspeed(request.deepspeed, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
+    settings = read_deepspeed(config, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
+    if factory is not None:
+        llamafactory_file.check_deepspeed(factory, settings)
     return shape, to_levers(settings, base, world=world), (*said, *settings.because)
-
-
-def _from_llamafactory(
-    request: Request, file: RequestFile, world: int, usual: Levers
-) -> tuple[ModelShape, Levers, tuple[Said, ...]]:
-    from tightfit.formats.deepspeed import read as deepspeed_file
-    from tightfit.formats.llamafactory import read as llamafactory_file
-
-    if str(file.path).endswith(".json"):
-        raise ConfigError(Message("desk.not-llamafactory", path=file.path))
-    found = file.found
-    if isinstance(found, UserError):  # for its own words about what cannot be read
-        settings = llamafactory_file.read_llamafactory(file.path)
-    else:
-        settings = llamafactory_file.settings_from(found.values, file.path)
-    said: tuple[Said, ...] = (*settings.because, *settings.computing_because)
-    if settings.ignored:
-        said += (Message("desk.not-priced", names=Listing(settings.ignored)),)
-    shape = load_model(request.model or settings.model, trust_trace=request.trace)
-    levers = llamafactory_file.to_levers(settings, usual, n_layers=shape.n_layers)
-    config = request.deepspeed or settings.deepspeed
-    if config is None or _names_fsdp2(request):
-        return shape, levers, said
-    deepspeed = deepspeed_file.read_deepspeed(config, hidden_size=shape.hidden_size, version=usual.deepspeed_version)
-    llamafactory_file.check_deepspeed(settings, deepspeed)
-    return shape, deepspeed_file.to_levers(deepspeed, levers, world=world), (*said, *deepspeed.because)
-
-
-def _names_fsdp2(request: Request) -> bool:
-    return str(request.flags.get("engine", "")).lower() == FSDP2
 
 
 def price_config(path: Path, known: KnownConfig, *, model: str | None, gpus: str | None) -> Priced:
@@ -340,16 +322,11 @@ def price_config(path: Path, known: KnownConfig, *, model: str | None, gpus: str
         asked |= {
             "model": word,
             "engine": None if known.stage is None else f"zero{known.stage}",
-            "offload_optimizer": known.offload_optimizer,
-            "offload_param": known.offload_param,
-            "micro_batch": known.micro_batch,
             "accum": known.accumulation,
             "seq": known.sequence,
-            "precision": known.precision,
-            "method": known.method,
             "checkpointing": None if known.checkpointing is None else "full" if known.checkpointing else "none",
-            "loss": known.loss,
             "attention": known.attention if known.attention in ("sdpa", "eager", "flash") else None,
-            "world": known.world,
         }
+        same = ("offload_optimizer", "offload_param", "micro_batch", "precision", "method", "loss", "world")
+        asked |= {name: getattr(known, name) for name in same}
     return estimated(read_request({name: value for name, value in asked.items() if value is not None}))

@@ -9,10 +9,10 @@ the words stay legible however narrow the drawing is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
-from tightfit.planner.plan import Plan
+from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import worth_showing
 from tightfit.priced import GIB, Priced, amounts, billions, spell_component, strategy_line, strategy_name
 from tightfit.types import Footprint, PhaseName
@@ -23,6 +23,7 @@ BAR, SLIM, HEAD, FOOT, GAP = 26, 16, 20, 16, 12
 EDGE = 3  # by how much a line stands out of its bar
 TELLING_SHARE = 0.09  # a part that is narrower than this share of the drawing has no word in it
 DARK, LIGHT = "#111111", "#ffffff"
+CARD_LINE = "{size} GiB card"
 OVERHEAD = "overhead"  # allocator slack, context and communicator, as one part
 
 
@@ -99,22 +100,13 @@ class Bar:
 
 def plan_bars(plan: Plan) -> str:
     """A plan as HTML: what each way holds on one GPU at its fullest moment, against the card."""
-    ways = worth_showing(plan)
-    bars = []
-    for way in ways:
-        card = way.hardware.gpu.memory_bytes
-        needs, has = amounts(way.footprint.gpu.required_bytes, card)
+    bars: list[Bar] = []
+    for way in worth_showing(plan):
+        needs, has = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
         mark = "→ " if way is plan.chosen else "" if way.fits else "× "
-        ends = [_card_line(card, is_named=way is ways[0])]  # it is the same for all
-        if way.gpu_limit_bytes < card:
-            ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
-        bar = Bar(
-            name=f"{mark}{strategy_name(way.levers)}",
-            note=f"{needs} of {has} GiB, {way.pace.tokens_per_s:,.0f} tokens/s",
-            parts=gpu_parts(way.footprint, fullest(way.footprint), {}),
-            lines=tuple(ends),
-        )
-        bars.append(bar)
+        name = f"{mark}{strategy_name(way.levers)}"
+        note = f"{needs} of {has} GiB, {way.pace.tokens_per_s:,.0f} tokens/s"
+        bars.append(replace(gpu_bar(way, {}, "" if bars else CARD_LINE), name=name, note=note))
     hardware = plan.hardware
     title = f"{plan.shape.name} ({billions(plan.shape.parameters)}) on {hardware.world} × {hardware.gpu.name}"
     return _with_legend(bars, title, "plan")
@@ -126,14 +118,26 @@ def phase_bars(priced: Priced) -> str:
 
 
 def bars_of_phases(priced: Priced) -> list[Bar]:
-    gpu, hardware = priced.footprint.gpu, priced.hardware
     bars: list[Bar] = []
-    for name in gpu.phases:
-        ends = () if hardware is None else (_card_line(hardware.gpu.memory_bytes, is_named=not bars),)
+    for name in priced.footprint.gpu.phases:
+        ends = (end_line(priced.hardware.gpu.memory_bytes, "" if bars else CARD_LINE),) if priced.hardware else ()
         parts = gpu_parts(priced.footprint, name, {})
         size = sum(part.size_bytes for part in parts)
         bars.append(Bar(name=name, note=f"{amounts(size)[0]} GiB", parts=parts, lines=ends, is_slim=True))
     return bars
+
+
+def gpu_bar(way: Way, names: Mapping[str, str], line: str) -> Bar:
+    """What a GPU holds at its fullest moment. `line`: see `end_line`."""
+    ends = [end_line(way.hardware.gpu.memory_bytes, line)]
+    if way.gpu_limit_bytes < way.hardware.gpu.memory_bytes:
+        ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
+    return Bar(parts=gpu_parts(way.footprint, fullest(way.footprint), names), lines=tuple(ends))
+
+
+def end_line(size_bytes: int, line: str) -> BarLine:
+    """`line`: what is said at the end of what there is; empty: nothing, since it is the same for all."""
+    return BarLine(at_bytes=size_bytes, label=line.format(size=amounts(size_bytes)[0]))
 
 
 def fullest(footprint: Footprint) -> PhaseName:
@@ -154,10 +158,6 @@ def parts_of(held: Mapping[str, int], names: Mapping[str, str]) -> tuple[Part, .
         for name, size in held.items()
         if size > 0
     )
-
-
-def _card_line(card: int, *, is_named: bool) -> BarLine:
-    return BarLine(at_bytes=card, label=f"{amounts(card)[0]} GiB card" if is_named else "")
 
 
 def _with_legend(bars: Sequence[Bar], title: str, ids: str) -> str:

@@ -1,4 +1,4 @@
-"""The catalogue of symptoms: data in `symptoms/*.yaml`, checked when it is read.
+"""The catalogue of symptoms: data in `symptoms/*.yaml`, which `tests/diagnose/test_catalogue.py` checks.
 
 A symptom says what a log looks like, why, and what helps; `docs/symptoms.md` shows them all, and tells a contributor
 what each key means. `remedies.yaml` holds what many symptoms advise.
@@ -7,24 +7,17 @@ what each key means. `remedies.yaml` holds what many symptoms advise.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
-
-import yaml
+from typing import Any, Literal, NamedTuple
 
 from tightfit.diagnose.doing import Doing
 from tightfit.diagnose.gate import Mark, alternatives, marks_of
 from tightfit.diagnose.verdict import Confidence, Kind
-from tightfit.inputs.spelling import listed, nearest
 from tightfit.job.known import KnownConfig
 from tightfit.messages import OPTIONAL, SYMPTOM, Message
-from tightfit.messages.symptoms import LOADER, SHARED, one_line, read_files
-
-_DIALECTS = tuple(sorted(path.parent.name for path in Path(__file__).parents[1].glob("formats/*/dialect.py")))
-"""The programs whose keys a remedy may set."""
+from tightfit.messages.symptoms import SHARED, one_line, read_files
 
 Role = Literal["fault", "state", "ending", "echo", "trailing", "note"]
 """fault: the process could not go on; state: it goes on and is worthless; ending: how a process ended, which says
@@ -52,10 +45,6 @@ class Expression:
 
     def search(self, text: str) -> re.Match[str] | None:
         return self.compiled.search(text)
-
-
-class CatalogueError(Exception):
-    """A file of symptoms is wrong: a contributor's mistake, told with its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,182 +173,69 @@ class Catalogue:
     def by_exit(self) -> Mapping[int, Symptom]:
         return {code: symptom for symptom in self.symptoms for code in symptom.exits if not symptom.refines}
 
-    def refinements(self, base: Symptom) -> Iterator[Symptom]:
-        return (symptom for symptom in self.symptoms if base.id in symptom.refines)
-
 
 @cache
 def catalogue() -> Catalogue:
-    return _check(read_files())
+    return read_catalogue(read_files())
 
 
-def read_catalogue(texts: Mapping[str, str]) -> Catalogue:
-    """The catalogue in the texts of its files, by file name."""
-    trees = {}
-    for name, text in texts.items():
-        try:
-            trees[name] = LOADER(text).get_single_data()
-        except yaml.YAMLError as error:
-            raise CatalogueError(f"{name} is no YAML: {error}") from None
-    return _check(trees)
+def read_catalogue(trees: Mapping[str, Any]) -> Catalogue:
+    """What stands in the files, by their names."""
+    shared = {key: _read_remedy(entry, {}, f"fix.{key}") for key, entry in trees.get(SHARED, {}).items()}
+    entries = (entry for name, tree in trees.items() if name != SHARED for entry in tree)
+    return Catalogue(tuple(_read_symptom(entry, shared) for entry in entries))
 
 
-def _check(trees: Mapping[str, Any]) -> Catalogue:
-    shared = {
-        key: _Entry(SHARED, key, entry).remedy(entry, {}, f"fix.{key}")
-        for key, entry in (trees.get(SHARED) or {}).items()
-    }
-    found: dict[str, Symptom] = {}
-    for name, tree in trees.items():
-        if name == SHARED:
-            continue
-        if not isinstance(tree, list):
-            raise CatalogueError(f"{name} is no list of symptoms")
-        for entry in tree:
-            where = entry.get("id", "?") if isinstance(entry, dict) else "?"
-            symptom = _Entry(name, str(where), entry).symptom(shared)
-            if symptom.id in found:
-                raise CatalogueError(f"{name}: there are two symptoms {symptom.id!r}")
-            found[symptom.id] = symptom
-    for symptom in found.values():
-        for base in symptom.refines:
-            if base not in found:
-                raise CatalogueError(f"{symptom.id} refines {base!r}, which there is not")
-    return Catalogue(tuple(found.values()))
-
-
-# --- one entry ----------------------------------------------------------------------------------
-
-_TEXTS = ("id", "kind", "title", "title_zh", "cause", "cause_zh", "role", "confidence")
-_PATTERNS = ("without", "follows", "precedes", "around", "frames")
-_NUMBERS = ("least_steps", "most_steps", "repeats", "weight")
-_SWITCHES = ("anywhere", "catches", "bare", "vague")
-_KEYS = {*_TEXTS, *_PATTERNS, *_NUMBERS, *_SWITCHES, "lines", "names", "refines", "doing", "oom", "settings", "exits",
-         "fixes", "sources"}  # fmt: skip
-_VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
+PLAIN = ("id", "kind", "role", "confidence", "least_steps", "most_steps", "repeats", "weight", "anywhere", "catches",
+         "bare", "vague")  # fmt: skip
+PATTERNS = ("without", "follows", "precedes", "around", "frames")
+SEVERAL = ("refines", "doing", "oom", "exits", "sources")
+VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
 """Keys of a remedy, and whose cards each is for; the later ones count."""
-_REMEDY_KEYS = {"text", "text_zh", "command", "sets", "costly", "where", "unless", *_VENDORS}
-_SETTINGS = {field.name for field in fields(KnownConfig)} - {"file"}
-_ALWAYS = ("steps", "tokens", "error")  # names that the engine fills in
 _NAMES = re.compile(r"\{(\w+)\}")
 
 
-class _Entry:
-    """Reads one symptom; every complaint names its file and its id."""
+def _read_symptom(values: Mapping[str, Any], shared: Mapping[str, Remedy]) -> Symptom:
+    name, lists = values["id"], {key: each if isinstance(each, list) else [each] for key, each in values.items()}
+    lines = tuple(Expression(part) for text in lists.get("lines", ()) for part in alternatives(str(text)))
+    more = {key: values[key] for key in PLAIN if key in values}
+    more |= {key: tuple(lists[key]) for key in SEVERAL if key in lists}
+    more |= {key: Expression("|".join(map(str, lists[key]))) for key in PATTERNS if lists.get(key)}
+    fixes = enumerate(lists["fixes"], 1)
+    return Symptom(
+        title=read_text(values, "title", f"{name}.title").fill({}),
+        cause=read_text(values, "cause", f"{name}.cause"),
+        remedies=tuple(_read_remedy(fix, shared, f"{name}.fix-{number}") for number, fix in fixes),
+        lines=lines,
+        marks=tuple(marks_of(pattern.text) for pattern in lines),
+        names=tuple(Expression(str(text)) for text in lists.get("names", ())),
+        settings=_read_settings(values.get("settings")),
+        **more,
+    )
 
-    def __init__(self, file: str, where: str, values: Any) -> None:
-        self.place = f"{file}: {where}"
-        if not isinstance(values, dict):
-            raise CatalogueError(f"{self.place} is no block of keys")
-        self.values = values
 
-    def symptom(self, shared: Mapping[str, Remedy]) -> Symptom:
-        values = self.values
-        self._check_keys(values, _KEYS)
-        for key in ("id", "kind", "title", "title_zh", "cause", "cause_zh", "fixes"):
-            if not values.get(key):
-                raise CatalogueError(f"{self.place} has no {key}")
-        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", values["id"]):
-            raise CatalogueError(f"{self.place}: an id is small letters and digits, with hyphens between")
-        lines = tuple(Expression(part) for text in self._list("lines") for part in alternatives(str(text)))
-        try:
-            marks = tuple(marks_of(pattern.text) for pattern in lines)
-        except (ValueError, IndexError) as error:
-            raise CatalogueError(f"{self.place}: {error}") from None
-        more: dict[str, Any] = {key: bool(values.get(key, False)) for key in _SWITCHES}
-        more |= {key: self._any(key) for key in _PATTERNS}
-        more |= {key: values[key] for key in _NUMBERS if key in values}
-        more |= {key: tuple(self._list(key)) for key in ("refines", "exits", "sources")}
-        symptom = Symptom(
-            id=values["id"],
-            kind=self._choice("kind", values["kind"], get_args(Kind)),
-            title=self._sentence(values, "title", f"{values['id']}.title").fill({}),
-            cause=self._sentence(values, "cause", f"{values['id']}.cause"),
-            role=self._choice("role", values.get("role", "fault"), get_args(Role)),
-            confidence=self._choice("confidence", values.get("confidence", "certain"), get_args(Confidence)),
-            lines=lines,
-            marks=marks,
-            doing=tuple(self._choice("doing", word, get_args(Doing)) for word in self._list("doing")),
-            oom=tuple(self._choice("oom", word, get_args(OomShape)) for word in self._list("oom")),
-            settings=self._settings(values.get("settings")),
-            remedies=tuple(
-                self.remedy(fix, shared, f"{values['id']}.fix-{number}")
-                for number, fix in enumerate(self._list("fixes"), 1)
-            ),
-            names=tuple(Expression(str(text)) for text in self._list("names")),
-            **more,
-        )
-        # What the cause has in braces must be known whenever the symptom is found, but for what may be left out.
-        always = {*_ALWAYS, *(_SETTINGS if symptom.settings or symptom.oom else ())}
-        if symptom.cause.names and lines:
-            always |= set.intersection(*(set(pattern.compiled.groupindex) for pattern in lines))
-        for name in symptom.cause.names:
-            if name not in always:
-                raise CatalogueError(f"{self.place}: not every line of it tells the {{{name}}} of its cause")
-        if not (symptom.lines or symptom.exits or symptom.refines or symptom.catches):
-            raise CatalogueError(f"{self.place} has neither lines, nor exits, nor refines: nothing would ever find it")
-        return symptom
+def _read_remedy(values: Any, shared: Mapping[str, Remedy], name: str) -> Remedy:
+    if isinstance(values, str):
+        return shared[values]
+    commands = {vendor: values[key] for key, vendors in VENDORS.items() if key in values for vendor in vendors}
+    return Remedy(
+        text=read_text(values, "text", name),
+        command=values.get("command"),
+        vendors={vendor: str(command) if command else None for vendor, command in commands.items()},
+        sets={trainer: str(text) for trainer, text in (values.get("sets") or {}).items()},
+        is_costly=bool(values.get("costly", False)),
+        where=_read_settings(values.get("where")),
+        unless=_read_settings(values.get("unless")),
+    )
 
-    def remedy(self, values: Any, shared: Mapping[str, Remedy], name: str) -> Remedy:
-        if isinstance(values, str):
-            if values not in shared:
-                close = nearest(values, shared)
-                raise CatalogueError(f"{self.place}: there is no remedy {values!r}{f': {close}?' if close else ''}")
-            return shared[values]
-        if not isinstance(values, dict) or not values.get("text") or not values.get("text_zh"):
-            raise CatalogueError(f"{self.place}: a fix is the name of a remedy, or a block with a text and a text_zh")
-        self._check_keys(values, _REMEDY_KEYS)
-        sets = values.get("sets") or {}
-        for trainer in sets:
-            self._choice("sets", trainer, (*_DIALECTS, "axolotl"))
-        return Remedy(
-            text=self._sentence(values, "text", name),
-            command=values.get("command"),
-            vendors={
-                vendor: str(values[key]) if values[key] else None
-                for key, vendors in _VENDORS.items()
-                if key in values
-                for vendor in vendors
-            },
-            sets={trainer: str(text) for trainer, text in sets.items()},
-            is_costly=bool(values.get("costly", False)),
-            where=self._settings(values.get("where")),
-            unless=self._settings(values.get("unless")),
-        )
 
-    def _check_keys(self, values: Mapping[Any, Any], known: set[str]) -> None:
-        for key in values:
-            if key not in known:
-                close = nearest(str(key), known)
-                raise CatalogueError(f"{self.place} has an unknown key {key!r}{f': {close}?' if close else ''}")
+def read_text(values: Mapping[str, Any], key: str, name: str) -> SymptomText:
+    text = one_line(values[key])
+    parts = OPTIONAL.sub("", text), " ".join(OPTIONAL.findall(text))
+    return SymptomText(f"{SYMPTOM}.{name}", *(tuple(sorted({*_NAMES.findall(part)})) for part in parts))
 
-    def _list(self, key: str) -> list[Any]:
-        value = self.values.get(key, [])
-        return value if isinstance(value, list) else [value]
 
-    def _sentence(self, values: Mapping[str, Any], key: str, name: str) -> SymptomText:
-        """One of the texts, which has the same names in braces in each language."""
-        found = []
-        for text in (one_line(values[key]), one_line(values[f"{key}_zh"])):
-            needed, optional = OPTIONAL.sub("", text), " ".join(OPTIONAL.findall(text))
-            found.append([tuple(sorted({*_NAMES.findall(part)})) for part in (needed, optional)])
-        if found[0] != found[1]:
-            raise CatalogueError(f"{self.place}: {key} and {key}_zh name different things in braces")
-        return SymptomText(f"{SYMPTOM}.{name}", *found[0])
-
-    def _choice(self, key: str, word: Any, known: tuple[Any, ...]) -> Any:
-        if word not in known:
-            raise CatalogueError(f"{self.place}: {key} is {word!r}, and knows {listed(known)}")
-        return word
-
-    def _any(self, key: str) -> Expression | None:
-        texts = self._list(key)
-        return Expression("|".join(str(text) for text in texts)) if texts else None
-
-    def _settings(self, values: Any) -> Settings | None:
-        if values is None:
-            return None
-        if not isinstance(values, dict):
-            raise CatalogueError(f"{self.place}: settings are a block of keys")
-        self._check_keys(values, _SETTINGS)
-        return Settings(values={key: tuple(v) if isinstance(v, list) else (v,) for key, v in values.items()})
+def _read_settings(values: Mapping[str, Any] | None) -> Settings | None:
+    if values is None:
+        return None
+    return Settings(values={key: tuple(v) if isinstance(v, list) else (v,) for key, v in values.items()})

@@ -92,11 +92,6 @@ class Signs:
             return True
         return len(self.steps) >= _ENOUGH or self.losses >= 4 * _ENOUGH
 
-    @property
-    def recovered(self) -> bool:
-        """Losses are numbers again."""
-        return self.losses >= 2
-
 
 _ENOUGH = 3
 _NOT_FINITE = re.compile(rb"(?i)(?<![a-z_])-?(?:nan|inf)(?![a-z_])")
@@ -138,11 +133,8 @@ def last_doing(data: bytes) -> Doing | None:
     """The last thing that a text announces. It is mostly near the end, and looking for it takes a while."""
     data = data.lower()
     for part in (data[-_NEAR:], data) if len(data) > _NEAR else (data,):
-        last = None
-        for found in _LINE.finditer(part):
-            last = found
-        if last is not None:
-            return last.lastgroup  # type: ignore[return-value]
+        if found := list(_LINE.finditer(part)):
+            return found[-1].lastgroup  # type: ignore[return-value]
     return None
 
 

@@ -121,7 +121,7 @@ class Case:
         later = self.finding.later
         if self.is_remark and (later.losses or later.steps - {b"0"}):
             return True
-        return later.recovered if self.symptom.role == "state" else later.went_on
+        return later.losses >= 2 if self.symptom.role == "state" else later.went_on  # losses are numbers again
 
 
 # --- does a symptom fit? ------------------------------------------------------------------------
@@ -174,7 +174,8 @@ def refine(symptom: Symptom, known: Around, entries: Catalogue) -> Symptom:
     """The most special case of a symptom that fits."""
     special = [
         each
-        for each in entries.refinements(symptom)
+        for each in entries.symptoms
+        if symptom.id in each.refines
         if not each.lines or any(pattern.search(f"{known.text}\n{known.after}") for pattern in each.lines)
     ]
     found = best(special, known)
@@ -249,7 +250,7 @@ def _name_case(finding: LogFinding, config: KnownConfig, entries: Catalogue) -> 
     if names.get("rank", "").isdigit():
         rank: int | None = int(names["rank"][:6])
     else:  # whose end a launcher reports: on its own line, or on the one before in torchrun's summary
-        summed_up = finding.traceback is not None and finding.traceback.is_summed_up
+        summed_up = finding.traceback is not None and finding.traceback.opened.head.startswith("traceback :")
         near = reversed(finding.before[-_IN_SUMMARY if summed_up else -_NEAR :])
         told = _LOCAL.search(finding.message.text) or next(filter(None, map(_LISTED.match, near)), None)
         rank = finding.rank if told is None else int(told[1])

@@ -167,11 +167,10 @@ _DATED = re.compile(
 
 def moment_of(text: str) -> float | None:
     """The last date with a time in a text, as seconds. Zones are left alone: one run's logs share theirs."""
-    last = None
-    for found in _DATED.finditer(text):
-        last = found
-    if last is None:
+    found = list(_DATED.finditer(text))
+    if not found:
         return None
+    last = found[-1]
     year = int(last["y"] or datetime.now(timezone.utc).year)
     clock = (last["t"] or last["t3"]).split(":")
     part = float((last["f"] or last["f3"] or "0").replace(",", "."))
@@ -200,7 +199,7 @@ _TALK = re.compile(
     r"handled|previous(?:ly)?|last (?:run|time|attempt)|earlier)\b",
     re.IGNORECASE,
 )
-_DATA = re.compile(
+QUOTED = re.compile(
     r"""(?ix)
       ["'](?:text|content|prompt|instruction|input|output|response|question|answer|query|label|messages?|conversation|
            title|body|document|completion|chosen|rejected|value|from)["']\s*:
@@ -209,6 +208,7 @@ _DATA = re.compile(
     | <\|?\w+\|?> | \[/?INST\] | \#\#\# | input_ids | ^\s*(?:[-*•]\s|\d+[.)]\s|//|\#)
     """
 )
+"""In what stands before a phrase: it is somebody's data."""
 _PROGRAM = re.compile(
     r"^[\w./~-]+\.(?:py|sh|cpp|cc|cu|h|c)(?::\d+)*$|^\S*\b(?:torchrun|deepspeed|accelerate|python[\d.]*)$"
 )
@@ -217,27 +217,16 @@ _RAISED = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt)(?:\(|:|$)|^(?:[a-z_]\w*\.)+[A-Z]\w+: "
 )
 """A line that begins with the name of an exception is the last one of a traceback."""
-
-
-_HARMLESS = re.compile(
+HARMLESS = re.compile(
     r"\baccepting this combination\b|^\s*(?:warnings?\.)?warn\(|"
     r"\b(?:will|can) be (?:safely )?ignored\b|\b(?:safely|simply) ignore\b|\bproceed(?:ing)? (?:anyway|without)\b|"
     r"\bcontinu(?:e|ing) (?:anyway|without)\b"
 )
+"""A line that says of itself that the program goes on."""
 
 
 def is_raised(message: LogMessage) -> bool:
     return _RAISED.match(message.text) is not None
-
-
-def is_harmless(text: str) -> bool:
-    """Whether a line says of itself that the program goes on."""
-    return _HARMLESS.search(text) is not None
-
-
-def is_quoted(lead: str) -> bool:
-    """Whether what stands before a phrase shows it to be somebody's data."""
-    return _DATA.search(lead) is not None
 
 
 def is_said(message: LogMessage, lead: str, *, anywhere: bool) -> bool:
@@ -245,7 +234,7 @@ def is_said(message: LogMessage, lead: str, *, anywhere: bool) -> bool:
     lead = lead.strip()
     if is_raised(message):
         return True
-    if is_quoted(lead):
+    if QUOTED.search(lead):
         return False
     lead = _TYPE.sub("", lead).strip(" :>|-=*\t")
     if not lead or _PROGRAM.match(lead):

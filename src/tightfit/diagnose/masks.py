@@ -35,6 +35,10 @@ _QUERY = re.compile(r"(?i)([?&](?:[\w-]*(?:token|key|sig|signature|secret|passwo
 _HARMLESS = re.compile(
     r"(?i)^(?:none|null|true|false|\d{1,8}(?:\.\d+)?|<[^>]*>|\[?\d[\d, .]*\]?|\*+|tensor\(.*|\(.*|\{.*|\[.*)$"
 )
+_NO_SECRETS = re.compile(
+    r"tokens?_(?:id|ids|type|per|count|seen|length)|tokens$|tokenizer|"
+    r"(?:bos|eos|pad|unk|sep|cls|mask|special|stop|image|video|audio)_?token$"
+)
 
 
 def masked(text: str) -> str:
@@ -49,10 +53,5 @@ def _mask_value(found: re.Match[str]) -> str:
     """`pad_token_id: 151643` and `token_type_ids` are no secrets."""
     name, quote, value = found.groups()
     word = re.split(r"[\s\"'=:]", name.strip())[0].lower()
-    if _HARMLESS.match(value) or re.search(r"tokens?_(?:id|ids|type|per|count|seen|length)|tokens$|tokenizer", word):
-        return found[0]
-    if word.endswith("token") and re.search(
-        r"(?:bos|eos|pad|unk|sep|cls|mask|special|stop|image|video|audio)_?token$", word
-    ):
-        return found[0]
-    return f"{name}{quote}{_MASK}"
+    is_kept = _HARMLESS.match(value) or _NO_SECRETS.search(word)
+    return found[0] if is_kept else f"{name}{quote}{_MASK}"

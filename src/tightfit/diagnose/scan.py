@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from tightfit.diagnose.catalogue import Catalogue, Row, Symptom
 from tightfit.diagnose.doing import Doing, Signs, last_doing, look_for_settings, signs_in, steps_in
 from tightfit.diagnose.gate import FLAT, WORDS, ZEROS
-from tightfit.diagnose.lines import LogMessage, is_harmless, is_quoted, is_said, message_of, moment_of, plain, prefix_of
+from tightfit.diagnose.lines import HARMLESS, QUOTED, LogMessage, is_said, message_of, moment_of, plain, prefix_of
 from tightfit.diagnose.reading import Piece, pieces
 from tightfit.diagnose.tracebacks import HEADER, Assembler, Traceback
 from tightfit.diagnose.verdict import LogSource
@@ -183,7 +183,7 @@ class LogScan:
     def _learn_prefix(self, message: LogMessage) -> LogMessage:
         """A traceback begins its line: what stands before it stands before the others too."""
         begun = HEADER.search(message.text)
-        if begun is None or is_quoted(_ANGLES.sub("", message.text[: begun.start()])):
+        if begun is None or QUOTED.search(_ANGLES.sub("", message.text[: begun.start()])):
             return message
         self.prefix = prefix_of(message, begun.start()) or self.prefix
         return self._message(message.whole, message.number)
@@ -237,7 +237,7 @@ def _find_symptoms(message: LogMessage, rows: list[Row], *, is_exception: bool) 
     for _, symptom, pattern in rows:
         if is_exception and symptom.bare:
             continue
-        if not is_exception and symptom.role == "fault" and is_harmless(message.whole):
+        if not is_exception and symptom.role == "fault" and HARMLESS.search(message.whole):
             continue
         where = message.whole if symptom.anywhere else message.head if is_exception else message.text
         found = pattern.search(where)

@@ -59,11 +59,6 @@ class Traceback:
         return max(1, len(self.opened.text) - len(self.opened.head))
 
     @property
-    def is_summed_up(self) -> bool:
-        """It stands in torchrun's summary, which names the rank above it."""
-        return self.opened.head.startswith("traceback :")
-
-    @property
     def place(self) -> str:
         return "\n".join(text for _, text in self.frames)
 

@@ -6,6 +6,7 @@ no run, or cannot be read is answered alike, so that nobody learns what else the
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -33,34 +34,25 @@ class FoundRun:
     path: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundRuns:
-    runs: tuple[FoundRun, ...]
-    is_all: bool  # False: the search was broken off
-
-
 def run_at(roots: Sequence[Path], word: str) -> Path:
     """The folder that a word names, or 404."""
     number, _, below = word.partition("/")
     if not (number.isascii() and number.isdecimal() and len(number) < 5 and int(number) < len(roots)):
         raise HTTPException(NO_RUN)
     root = roots[int(number)]
-    try:
+    with suppress(OSError, ValueError, RuntimeError):
         place = (root / below).resolve(strict=True)
-        if place.is_relative_to(root) and place.is_dir() and is_run(place) and _stays_below(place, root):
+        if place.is_relative_to(root) and place.is_dir() and _is_safe_run(place, root):
             return place
-    except (OSError, ValueError, RuntimeError):
-        pass
     raise HTTPException(NO_RUN)
 
 
 def file_at(run: Path, name: str) -> Path | None:
     """A plain file within a run's folder; None: it is none, or leads out of it."""
-    try:
+    with suppress(OSError, ValueError, RuntimeError):
         place = (run / name).resolve(strict=True)
         return place if place.is_relative_to(run) and place.is_file() else None
-    except (OSError, ValueError, RuntimeError):
-        return None
+    return None
 
 
 def is_run(place: Path) -> bool:
@@ -80,8 +72,8 @@ def _stays_below(place: Path, root: Path) -> bool:
     return all(each.resolve().is_relative_to(root) for each in (*files, *folders))
 
 
-def find_runs(roots: Sequence[Path]) -> FoundRuns:
-    """The runs below the roots, the newest first."""
+def find_runs(roots: Sequence[Path]) -> tuple[list[FoundRun], bool]:
+    """The runs below the roots, the newest first, and whether these are all: a search may be broken off."""
     deadline = time.monotonic() + PATIENCE_S
     found: list[tuple[float, FoundRun]] = []
     seen: set[Path] = set()
@@ -102,7 +94,7 @@ def find_runs(roots: Sequence[Path]) -> FoundRuns:
                     times.append(path.stat().st_mtime)
             found.append((max(times), FoundRun(word=word, path=place)))
     found.sort(key=lambda each: (-each[0], each[1].word))
-    return FoundRuns(runs=tuple(run for _, run in found), is_all=is_all)
+    return [run for _, run in found], is_all
 
 
 class Finder:
@@ -111,13 +103,13 @@ class Finder:
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = roots
         self._lock = threading.Lock()
-        self._found: FoundRuns | None = None
-        self._until = 0.0
+        self._found: tuple[list[FoundRun], bool] = [], True
+        self._until = -math.inf
 
-    def find(self) -> FoundRuns:
+    def find(self) -> tuple[list[FoundRun], bool]:
         with self._lock:
             began = time.monotonic()
-            if self._found is None or began >= self._until:
+            if began >= self._until:
                 self._found = find_runs(self._roots)
                 now = time.monotonic()
                 self._until = now + max(AGAIN_S, PATIENTLY * (now - began))
@@ -125,10 +117,9 @@ class Finder:
 
 
 def _is_safe_run(place: Path, root: Path) -> bool:
-    try:
+    with suppress(OSError, RuntimeError):
         return is_run(place) and _stays_below(place, root)
-    except (OSError, RuntimeError):
-        return False
+    return False
 
 
 def _find_folders(root: Path) -> Iterator[Path]:

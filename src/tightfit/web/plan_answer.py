@@ -240,8 +240,7 @@ _lock = threading.Lock()
 def answer_to(asked: AddressQuestion, *, advice: bool) -> Answered:
     """The answer, from the last minute or anew. `advice`: also what would make it fit, where nothing does."""
     address = asked.address()
-    known = _recall(address, advice) or (None if advice else _recall(address, True))
-    if known is not None:
+    if known := recall(address, advice=advice):
         return known
     found, _ = answered(asked.request(), advice=advice)
     if isinstance(found, Plan):
@@ -261,17 +260,15 @@ def answer_to(asked: AddressQuestion, *, advice: bool) -> Answered:
     return made
 
 
-def _recall(address: str, advice: bool) -> Answered | None:
+def recall(address: str, *, advice: bool = False) -> Answered | None:
+    """An answer of the last minute, which has to be advised where that is asked."""
     with _lock:
-        since, known = _kept.get((address, advice), (0.0, None))
-        if known is None or time.monotonic() - since > KEPT_S:
-            return None
-        _kept.move_to_end((address, advice))
-        return known
-
-
-def recall(address: str) -> Answered | None:
-    return _recall(address, False) or _recall(address, True)
+        for key in [(address, True)] if advice else [(address, False), (address, True)]:
+            since, known = _kept.get(key, (0.0, None))
+            if known is not None and time.monotonic() - since <= KEPT_S:
+                _kept.move_to_end(key)
+                return known
+    return None
 
 
 def is_at_hand(asked: AddressQuestion) -> bool:

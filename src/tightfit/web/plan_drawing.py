@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from tightfit.desk.calibration import calibration_of
-from tightfit.desk.svg_bars import Bar, BarLine, bars_svg, fullest, gpu_parts, key_svg, parts_of, scale_of
+from tightfit.desk.svg_bars import Bar, bars_svg, end_line, fullest, gpu_bar, key_svg, parts_of, scale_of
 from tightfit.inputs.flags import MOST_BATCH, checkpointing_word
 from tightfit.job.file import pinned
 from tightfit.messages import Said, id_of
@@ -123,24 +123,13 @@ def _way(plan: Plan, way: Way, words: Words, ident: str, bars: tuple[Bar, Bar], 
 
 def _bars(way: Way, words: Mapping[str, Any], *, is_first: bool) -> tuple[Bar, Bar]:
     """GPU and host. Only the first names its lines: all have the same."""
-
-    def line(key: str, size_bytes: int) -> BarLine:
-        label = str(words[key]).format(size=amounts(size_bytes)[0]) if is_first else ""
-        return BarLine(at_bytes=size_bytes, label=label)
-
     host, names = way.footprint.host, words["components"]
-    card, ram = way.hardware.gpu.memory_bytes, way.hardware.host_ram_bytes
-    ends = [line("card_line", card)]
-    if way.gpu_limit_bytes < card:
-        ends.append(BarLine(at_bytes=way.gpu_limit_bytes, label="", is_dashed=True))
-    ranks = way.hardware.gpus_per_node
+    ram, ranks = way.hardware.host_ram_bytes, way.hardware.gpus_per_node
     on_host = {name: size * ranks for name, size in host.phases[_largest(host.phases)].components.items()}
     on_host["other"] = max(0, host.peak_bytes_per_node - sum(on_host.values()))
-    beside = () if ram is None else (line("ram_line", ram),)
-    return (
-        Bar(parts=gpu_parts(way.footprint, fullest(way.footprint), names), lines=tuple(ends)),
-        Bar(parts=parts_of(on_host, names), lines=beside, is_slim=True),
-    )
+    beside = () if ram is None else (end_line(ram, words["ram_line"] if is_first else ""),)
+    gpu = gpu_bar(way, names, words["card_line"] if is_first else "")
+    return gpu, Bar(parts=parts_of(on_host, names), lines=beside, is_slim=True)
 
 
 def _largest(phases: Mapping[PhaseName, Phase]) -> PhaseName:

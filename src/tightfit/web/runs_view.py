@@ -18,7 +18,7 @@ from tightfit.runs.events import Ended, Step, event_of
 from tightfit.runs.records import RunFolder, read_attempts, read_run
 from tightfit.web.history import last_lines
 from tightfit.web.pages import beside, page, part
-from tightfit.web.places import NO_RUN, FoundRun, FoundRuns, file_at, run_at
+from tightfit.web.places import NO_RUN, FoundRun, file_at, run_at
 from tightfit.web.sight import state_of
 from tightfit.web.words import language_of, translate
 
@@ -66,12 +66,11 @@ async def show_table(request: Request) -> Response:
 async def _list_runs(request: Request) -> dict[str, object]:
     roots: tuple[Path, ...] = request.app.state.site.roots
 
-    def look() -> tuple[FoundRuns, list[dict[str, object]]]:
-        found = request.app.state.finder.find()
-        return found, [_row(run, roots) for run in found.runs]
+    def look() -> dict[str, object]:
+        found, is_all = request.app.state.finder.find()
+        return {"rows": [_row(run, roots) for run in found], "is_all": is_all, "roots": list(map(str, roots))}
 
-    found, rows = await beside(look)
-    return {"rows": rows, "is_all": found.is_all, "roots": [str(root) for root in roots]}
+    return await beside(look)
 
 
 async def show_run(request: Request) -> Response:
