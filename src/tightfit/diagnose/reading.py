@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from typing import BinaryIO
 
 from tightfit.diagnose.doing import signs_in
@@ -34,6 +35,7 @@ _FOREIGN_SHARE = 0.3
 _BEYOND_ASCII = bytes(range(128, 256))
 _ENCODINGS = ("utf-8", "gb18030", "big5", "shift_jis", "euc_kr")
 """That logs are written in where most of them is no ASCII."""
+_PACKED = re.compile(rb"\x7fELF|PK\x03\x04|\x1f\x8b|\x80\x02|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|%PDF-|\x89PNG")
 _CONTROL = bytes(set(range(32)) - {8, 9, 10, 12, 13, 27}) + b"\x7f"
 
 
@@ -114,7 +116,7 @@ def is_binary(source: LogSource) -> bool:
     start = next(_texts(source), b"")[:PIECE_BYTES]
     if not start:
         return False
-    if start.startswith((b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x02", b"%PDF-", b"\x89PNG")):
+    if _PACKED.match(start):
         return True
     if len(start) - len(start.translate(None, _CONTROL)) > len(start) * _BINARY_SHARE:
         return True
@@ -134,13 +136,10 @@ def is_binary(source: LogSource) -> bool:
 
 def _texts(source: LogSource) -> Iterator[bytes]:
     """The bytes in UTF-8, in whatever portions they come."""
-    if source.path is None:
-        text = source.text or ""
-        for start in range(0, len(text), PIECE_BYTES):
-            yield text[start : start + PIECE_BYTES].encode("utf-8", errors="replace")
-        return
+    given = source.text or b""
+    held = BytesIO(given.encode("utf-8", errors="replace") if isinstance(given, str) else given)
     try:
-        with source.path.open("rb") as file:
+        with held if source.path is None else source.path.open("rb") as file:
             portion = file.read(PIECE_BYTES)
             encoding = _encoding(portion)
             decoder = None if encoding is None else codecs.getincrementaldecoder(encoding)(errors="replace")

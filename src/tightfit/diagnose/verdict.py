@@ -45,7 +45,7 @@ class LogSource:
 
     name: Said  # what to call it in the evidence
     path: Path | None = None
-    text: str | None = None  # instead of a file
+    text: str | bytes | None = None  # instead of a file
     rank: int | None = None  # whose log it is, where it has one writer
     on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
     """Is told how many bytes of the file are behind, for somebody who waits."""

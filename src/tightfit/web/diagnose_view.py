@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 from functools import partial
 
 from starlette.requests import Request
@@ -22,40 +21,28 @@ MOST_BYTES = 64 * 2**20
 PATIENCE_S = 120.0
 AT_ONCE = 2  # logs that are judged at the same time: each is held in memory whole
 FIELD = b"log="  # how a form without a script begins what it sends
-_MARKS = {
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
-_PACKED = (b"\x7fELF", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x02", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 _turns = asyncio.Semaphore(AT_ONCE)
 
 
 def diagnose_log(data: bytes, name: str) -> Diagnosis:
     """What the command line would say about this log."""
-    encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
-    source = LogSource(name=name, text=data.decode(encoding, errors="replace"))
-    if data.startswith(_PACKED) or is_binary(source):
+    source = LogSource(name=name, text=data)
+    if is_binary(source):
         raise ConfigError(Message("web.no-text"))
     if not data.strip():
         raise ConfigError(Message("web.empty-log"))
     return judge(Evidence(logs=(source,)))
 
 
-async def show_form(request: Request) -> Response:
-    return page(request, "diagnose.html", found=None, most_bytes=MOST_BYTES)
+async def show_page(request: Request) -> Response:
+    """The form, and the verdict for one that was sent without a script."""
+    found = await _judge(request) if request.method == "POST" else None
+    return page(request, "diagnose.html", found=found, most_bytes=MOST_BYTES)
 
 
 async def show_verdict(request: Request) -> Response:
     """For the page's script: the verdict alone."""
     return HTMLResponse(part(request, "verdict.html", found=await _judge(request)))
-
-
-async def answer_form(request: Request) -> Response:
-    """For a form without a script: the whole page."""
-    return page(request, "diagnose.html", found=await _judge(request), most_bytes=MOST_BYTES)
 
 
 async def _judge(request: Request) -> Diagnosis:
@@ -66,7 +53,6 @@ async def _judge(request: Request) -> Diagnosis:
 
 
 ROUTES = [
-    Route("/diagnose", show_form, methods=["GET"]),
-    Route("/diagnose", answer_form, methods=["POST"]),
+    Route("/diagnose", show_page, methods=["GET", "POST"]),
     Route("/diagnose/answer", show_verdict, methods=["POST"]),
 ]

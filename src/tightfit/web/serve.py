@@ -55,22 +55,16 @@ def make_app(site: Site, hub: Hub) -> ASGIApp:
         query = request.url.query  # the language, say
         return RedirectResponse(f"{HOME}?{query}" if query else HOME, 303)
 
-    async def say_user_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, UserError)
-        return answer_failure(request, "error.html", words(language_of(request)).said(error.said).text, 400)
-
-    async def say_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        known = words(language_of(request))["errors"]
-        answer = answer_failure(
-            request, "error.html", known.get(str(error.status_code), known["other"]), error.status_code
-        )
-        answer.headers.update(error.headers or {})
+    async def say_error(request: Request, error: Exception) -> Response:
+        """One sentence here; the traceback of a bug is printed where the server was started."""
+        known = words(language_of(request))
+        if isinstance(error, UserError):
+            return answer_failure(request, "error.html", known.said(error.said).text, 400)
+        status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
+        said = known["errors"].get(str(status), known["errors"]["other"])
+        answer = answer_failure(request, "error.html", said, status)
+        answer.headers.update(headers or {})
         return answer
-
-    async def say_bug(request: Request, error: Exception) -> Response:
-        """One sentence here; the traceback is printed where the server was started."""
-        return answer_failure(request, "error.html", words(language_of(request))["errors"]["500"], 500)
 
     app = Starlette(
         routes=[
@@ -80,7 +74,7 @@ def make_app(site: Site, hub: Hub) -> ASGIApp:
             *diagnose_view.ROUTES,
             Mount("/static", _Static(directory=STATIC)),
         ],
-        exception_handlers={UserError: say_user_error, HTTPException: say_http_error, Exception: say_bug},
+        exception_handlers=dict.fromkeys((UserError, HTTPException, Exception), say_error),
     )
     app.router.redirect_slashes = False
     app.state.site, app.state.hub, app.state.finder = site, hub, Finder(site.roots)

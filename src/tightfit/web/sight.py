@@ -74,15 +74,13 @@ class RunSight:
         host = None if eye is None or not is_here else eye.host()
         if host is not None:
             memory["host"] = {"used": host.used_bytes, "total": host.total_bytes}
-        names: list[str] = []
+        logs: list[Section] = []
+        found: list[str] = []
         with suppress(OSError):
             found = sorted(path.name for path in (self.run / "logs").glob("*.log"))[:MOST_LOGS]
-            names = [*(f"logs/{name}" for name in found), "command.log"]
-        logs: list[Section] = []
-        for name in names:
-            path = file_at(self.run, name)
-            if path is not None:
-                with suppress(OSError):
+        for name in (*(f"logs/{name}" for name in found), "command.log"):
+            with suppress(OSError):
+                if path := file_at(self.run, name):
                     logs.append({"name": name, "bytes": path.stat().st_size})
         return {
             "head": self._head(state, record, worker, attempts),
@@ -155,10 +153,8 @@ class RunSight:
                     name, now, peak = f"GPU {card.index}", card.used_bytes, peaks.get(card.index)
                     rows.append(_draw_held(name, now, peak, worker.required_bytes, card.total_bytes))
         elif worker is not None and not on_gpu:
-            rows = [
-                _draw_held(rank.name.replace("-", " "), rank.now_bytes, rank.peak_bytes, planned, total)
-                for rank in ranks
-            ]
+            held = [(rank.name.replace("-", " "), rank.now_bytes, rank.peak_bytes) for rank in ranks]
+            rows = [_draw_held(*each, planned, total) for each in held]
         steps = self.history.steps()
         if not rows and steps:  # what the run itself has said
             last = steps[-1]
@@ -187,12 +183,9 @@ class RunSight:
                 oom_is_last=bool(causes) and attempts[-1].cause is causes[-1],
             )
         )
-        names = ("memory", "loss", "oom")
+        lights = zip(("memory", "loss", "oom"), found.lights, strict=True)
         return {
-            "lights": [
-                {"name": name, "colour": light.colour, "text": light.text}
-                for name, light in zip(names, found.lights, strict=True)
-            ],
+            "lights": [{"name": name, "colour": light.colour, "text": light.text} for name, light in lights],
             "warnings": list(found.warnings) if state in ("running", "elsewhere") else [],
         }
 
