@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from tightfit.planner.plan import Plan, Way
@@ -27,8 +28,7 @@ CARD_LINE = "{size} GiB card"
 OVERHEAD = "overhead"  # allocator slack, context and communicator, as one part
 
 
-@dataclass(frozen=True, slots=True)
-class BarLook:
+class BarLook(NamedTuple):
     colour: str
     pattern: str = "plain"
     ink: str = LIGHT

@@ -47,17 +47,14 @@ class Expression:
         return self.compiled.search(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(dict[str, tuple[object, ...]]):
     """Values of the configuration that must hold; a setting that is not known holds nowhere."""
 
-    values: Mapping[str, tuple[object, ...]]
-
     def hold(self, config: KnownConfig) -> bool:
-        return all(getattr(config, name) in wanted for name, wanted in self.values.items())
+        return all(getattr(config, name) in wanted for name, wanted in self.items())
 
     def contradict(self, config: KnownConfig) -> bool:
-        known = ((getattr(config, name), wanted) for name, wanted in self.values.items())
+        known = ((getattr(config, name), wanted) for name, wanted in self.items())
         return any(value is not None and value not in wanted for value, wanted in known)
 
 
@@ -238,4 +235,4 @@ def read_text(values: Mapping[str, Any], key: str, name: str) -> SymptomText:
 def _read_settings(values: Mapping[str, Any] | None) -> Settings | None:
     if values is None:
         return None
-    return Settings(values={key: tuple(v) if isinstance(v, list) else (v,) for key, v in values.items()})
+    return Settings({key: tuple(v) if isinstance(v, list) else (v,) for key, v in values.items()})

@@ -58,10 +58,6 @@ class Mark:
     digits: tuple[bytes, ...] | None = None
     """One of these numbers; none: whatever the numbers in a text are, it makes no difference; empty: it may."""
 
-    def is_in_kind(self, kind: bytes) -> bool:
-        """Whether a line could have all runs, to judge by what is left of it with zeros for digits."""
-        return all(run.translate(ZEROS) in kind for run in self.runs)
-
 
 def alternatives(pattern: str) -> list[str]:
     """An expression as those that it is made of with `|` between them."""

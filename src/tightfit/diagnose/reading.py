@@ -14,9 +14,8 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import BytesIO
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from tightfit.diagnose.doing import signs_in
 from tightfit.diagnose.verdict import LogSource
@@ -39,8 +38,7 @@ _PACKED = re.compile(rb"\x7fELF|PK\x03\x04|\x1f\x8b|\x80\x02|BZh|\xfd7zXZ|\x28\x
 _CONTROL = bytes(set(range(32)) - {8, 9, 10, 12, 13, 27}) + b"\x7f"
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some whole lines."""
 
     data: bytes  # UTF-8, or bytes that are no text; drawings of a line stand apart by `\r`

@@ -193,7 +193,8 @@ class LogScan:
         if len(self.dull) >= _MOST_KINDS:
             self.dull.clear()
         if kind not in self.dull and b"traceback" not in kind:
-            left = tuple(row for row in rows if row.mark.digits is not None and row.mark.is_in_kind(kind))
+            asking = (row for row in rows if row.mark.digits is not None)
+            left = tuple(row for row in asking if all(run.translate(ZEROS) in kind for run in row.mark.runs))
             asked = tuple({number for row in left for number in row.mark.digits or (b"",)})
             self.dull[kind] = left, asked
 
