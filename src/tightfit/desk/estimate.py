@@ -56,8 +56,7 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
 Outcome = Priced | str  # an estimate, or why there is none
 
 
-_ABOUT_PLANS = ("job.gpus-of-this-machine", "job.batch-kept", "job.batch-is")
-"""What the reader of job files says of what a plan does with the file."""
+_ABOUT_PLANS = ("job.gpus-of-this-machine", "job.batch-kept", "job.batch-is")  # what a plan does with the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,7 @@ class RequestFile:
 class Request:
     """What was asked; the machine and the defaults come later, in `resolve_request` or `estimate_request`."""
 
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of a job that were said, by the names of `JOB_FLAGS`."""
+    flags: Mapping[str, Any] = field(default_factory=dict)  # the fields of a job that were said, by `JOB_FLAGS`
     file: RequestFile | None = None  # a job file, or a LLaMA-Factory YAML; flags win over it
     job: Job | None = None  # in place of a file, from Python
     deepspeed: str | None = None  # a DeepSpeed JSON to estimate
@@ -158,8 +157,7 @@ class Stage:
     job: Job
     root: str  # the folder of the whole job
     fields: Mapping[str, Any]  # what the stage itself sets
-    model: Path | None
-    """The folder from which it starts, whether it is there yet or not; None: the first starts from the job's model."""
+    model: Path | None  # where it starts from, there or not yet; None: from the job's model
 
     @property
     def folder(self) -> Path:

@@ -19,8 +19,7 @@ from tightfit.priced import GIB, Priced, amounts, billions, spell_component, str
 from tightfit.types import Footprint, PhaseName
 
 MOST_OVER = 1.5  # a bar ends at this multiple of the line; what is longer is told by its number
-BAR, SLIM, HEAD, FOOT, GAP = 26, 16, 20, 16, 12
-"""Heights in pixels: a bar, a slim one, the words above it, those of the lines, and the room between two bars."""
+BAR, SLIM, HEAD, FOOT, GAP = 26, 16, 20, 16, 12  # pixels: a bar, a slim one, words above, words of lines, room between
 EDGE = 3  # by how much a line stands out of its bar
 TELLING_SHARE = 0.09  # a part that is narrower than this share of the drawing has no word in it
 DARK, LIGHT = "#111111", "#ffffff"

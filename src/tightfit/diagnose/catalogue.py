@@ -24,8 +24,7 @@ Role = Literal["fault", "state", "ending", "echo", "trailing", "note"]
 little of the why; echo: a rank that noticed another's fall; trailing: said by those that sweep up; note: never the
 cause."""
 _TIERS: Mapping[Role, int] = {"fault": 0, "state": 0, "ending": 1, "echo": 2, "trailing": 3, "note": 4}
-CATCH_ALL, CUT_OFF = "exception", "traceback-cut"
-"""Symptoms that the engine itself names: an exception that no other knows, and one whose end the log does not have."""
+CATCH_ALL, CUT_OFF = "exception", "traceback-cut"  # an exception that no other symptom knows, and one without its end
 OomShape = Literal["fragmented", "others", "contexts", "larger", "capped", "roomy", "logits"]
 """fragmented: enough is reserved, in pieces; others: another process holds what is missing; contexts: the other ranks'
 contexts do; larger: one tensor as large as the card; capped: a limit below the card; roomy: more is free than was
@@ -79,8 +78,7 @@ class SymptomText(NamedTuple):
 class Remedy:
     text: SymptomText
     command: str | None = None
-    vendors: Mapping[str, str | None]
-    """The command on another vendor's cards, where it is another; None: it does not help there."""
+    vendors: Mapping[str, str | None]  # another vendor's command, where it is another; None: it does not help there
     sets: Mapping[str, str]  # what to write into whose file
     is_costly: bool = False
     where: Settings | None = None  # only where this is not known to be otherwise
@@ -98,8 +96,7 @@ class Symptom:
     confidence: Confidence = "certain"
     lines: tuple[Expression, ...] = ()  # any of these, in one line
     marks: tuple[tuple[Mark, ...], ...] = ()  # of each of the lines
-    anywhere: bool = False
-    """In the middle of a line as well; otherwise the line must be an error message that begins so."""
+    anywhere: bool = False  # in the middle of a line too; else the line must be an error message that begins so
     without: Expression | None = None  # not where the line has this
     follows: Expression | None = None  # in the lines after it
     precedes: Expression | None = None  # in the lines before it
@@ -187,8 +184,7 @@ PLAIN = ("id", "kind", "role", "confidence", "least_steps", "most_steps", "repea
          "bare", "vague")  # fmt: skip
 PATTERNS = ("without", "follows", "precedes", "around", "frames")
 SEVERAL = ("refines", "doing", "oom", "exits", "sources")
-VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}
-"""Keys of a remedy, and whose cards each is for; the later ones count."""
+VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)}  # whose cards a key is for
 _NAMES = re.compile(r"\{(\w+)\}")
 
 

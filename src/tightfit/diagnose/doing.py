@@ -10,7 +10,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tightfit.job.known import KnownConfig, completed
+from tightfit.job.known import KnownConfig
 
 Doing = Literal[
     "loading", "mapping", "initialising", "training", "evaluating", "saving", "resuming", "converting", "compiling",
@@ -210,13 +210,3 @@ def look_for_settings(known: KnownConfig, data: bytes, words: set[bytes]) -> Kno
             value: Any = "hygon" if "hygon" in told else told[0]
             known = replace(known, **{name: value})
     return known
-
-
-def merged(given: KnownConfig | None, seen: list[KnownConfig]) -> KnownConfig:
-    """What was given, and what the logs add to it."""
-    result = given or KnownConfig()
-    if result.vendor == "unknown":  # cards that are known by their size alone
-        result = replace(result, vendor=None)
-    for other in seen:
-        result = completed(result, other)
-    return result

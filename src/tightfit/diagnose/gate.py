@@ -17,17 +17,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-_parser = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
-"""How Python itself reads an expression."""
+_parser = import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")  # how Python itself reads one
 WORDS = bytes((c + 32 if 65 <= c <= 90 else c if 97 <= c <= 122 or c == 95 else 32) for c in range(256))
 """For bytes.translate: small letters and underscores stay, all else is a space."""
-ZEROS = bytes(48 if 49 <= c <= 57 else c for c in range(256))
-"""Every digit is a zero: what is left of a line is its kind."""
+ZEROS = bytes(48 if 49 <= c <= 57 else c for c in range(256))  # digits are zeros: what is left of a line is its kind
 FLAT = bytes((c + 32 if 65 <= c <= 90 else 10 if c == 13 else c) for c in range(256))
 """Small letters; a drawing of a progress bar ends like a line."""
 
-_UNKNOWN, _EDGE, _MAYBE = "\0", "\1", "\2"
-"""In the reading of an expression: anything; no letter; no letter, or nothing."""
+_UNKNOWN, _EDGE, _MAYBE = "\0", "\1", "\2"  # in a reading: anything; no letter; no letter, or nothing
 _NO_LETTERS = {_parser.CATEGORY_DIGIT, _parser.CATEGORY_SPACE, (48, 57)}  # in a set of characters
 _MOST_BRANCHES = 64
 _DULL = frozenset(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 from tightfit.diagnose.catalogue import CATCH_ALL, CUT_OFF, Catalogue, OomShape, Symptom, catalogue
-from tightfit.diagnose.doing import Doing, merged
+from tightfit.diagnose.doing import Doing
 from tightfit.diagnose.gate import WORDS
 from tightfit.diagnose.lines import Level, is_raised, message_of
 from tightfit.diagnose.masks import masked
@@ -25,7 +25,7 @@ from tightfit.diagnose.oom import OomMessage, describe_numbers, read_oom, size_w
 from tightfit.diagnose.scan import LogFinding, LogScan
 from tightfit.diagnose.tracebacks import HEADER, PLACES, phase_of
 from tightfit.diagnose.verdict import Diagnosis, Evidence, Fix, Kind, Line, LogSource, RankExit, Verdict
-from tightfit.job.known import KnownConfig
+from tightfit.job.known import KnownConfig, completed
 from tightfit.messages import Message, Said
 from tightfit.types import PhaseName
 
@@ -33,10 +33,8 @@ KERNEL = Message("diagnose.kernel-log")
 _THREADS = 3
 _LOW: tuple[Level, ...] = ("debug", "info", "warning")
 _WARNING = re.compile(r"\b[A-Z]\w*Warning: ")
-_SAID_IN_PASSING: tuple[Kind, ...] = ("environment", "config")
-"""What programs warn of at their start, and then do without."""
-_FOLLOWING: tuple[Kind, ...] = ("communication", "hang", "preempted", "hardware", "unknown")
-"""What may well have followed from a remark that was none."""
+_SAID_IN_PASSING: tuple[Kind, ...] = ("environment", "config")  # what programs warn of, and then do without
+_FOLLOWING: tuple[Kind, ...] = ("communication", "hang", "preempted", "hardware", "unknown")  # may follow a remark
 _MOST_OF_ERROR = 160
 _LINES_ON = 3
 _LINES_BROKEN = 4  # lines on which the message of an exception may go on
@@ -45,8 +43,7 @@ _MEMORY = ("device-oom", "fragmentation", "other-process")
 _LOCAL = re.compile(r"\blocal_rank: (\d{1,6})\b")
 _LISTED = re.compile(r"^\s*rank\s*: (\d{1,6}) ")
 _NEAR, _IN_SUMMARY = 2, 80  # lines back in which torchrun's summary names the rank
-_SHELL = 128
-"""Shells and containers add this to a signal's number; Python's launchers negate it, and an 8-bit code wraps that."""
+_SHELL = 128  # shells add this to a signal's number; Python's launchers negate it, and 8 bits wrap that
 MOST_BESIDE = 5
 _MOST_LETTERS = 600
 _NAME = re.compile(r"\{(\w+)(?:\|([^{}]*))?\}")
@@ -64,7 +61,11 @@ def judge(evidence: Evidence) -> Diagnosis:
     kernel = (LogSource(name=KERNEL, text="\n".join(evidence.kernel)),) if evidence.kernel else ()
     logs = (*evidence.logs, *kernel)
     scans = [LogScan(source, index, entries) for index, source in enumerate(logs)]
-    config = merged(evidence.config, [each.config for each in scans])
+    config = evidence.config or KnownConfig()
+    if config.vendor == "unknown":  # cards that are known by their size alone
+        config = replace(config, vendor=None)
+    for each in scans:
+        config = completed(config, each.config)
     if evidence.vocabulary is not None:
         config = replace(config, vocabulary=evidence.vocabulary)
     cases = [

@@ -38,8 +38,7 @@ _SAID = {
 }
 _PROCESS = re.compile(rf"(?<!this )process \d+ has {_SIZE} memory in use", re.IGNORECASE)
 _LEAST_PIECES = 0.05  # share of a card that lies reserved in pieces before that is called the cause
-_MORE, _BESIDE = 1.25, 3 * GIB
-"""What a process may hold beside its allocator: context, communicators, libraries' own pools. More is another's."""
+_MORE, _BESIDE = 1.25, 3 * GIB  # what a process may hold beside its allocator: context, communicators, pools
 _WHOLE = 0.98  # share of a card above which a limit is none
 _CONTEXT = (100 * MIB, 1500 * MIB)  # what a process without tensors holds
 

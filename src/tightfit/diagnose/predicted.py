@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.judge import fixes_of
@@ -40,60 +39,42 @@ def predict_failure(footprint: Footprint, verdict: Verdict) -> MemoryPrediction 
     """What was to be expected of the phase that failed; None: it is no matter of memory."""
     if verdict.kind == "host-oom":
         worst = max(footprint.host.phases.values(), key=lambda phase: phase.total_bytes)
-        node, parts = footprint.host.peak_bytes_per_node, _sort_parts(worst)
-        sentence = Message("diagnose.predicted-host", size=_gib(node), parts=_name_largest(parts))
-        return MemoryPrediction(phase=worst.name, bytes=node, components=parts, sentence=sentence)
+        return _predict(worst, footprint.host.peak_bytes_per_node, "diagnose.predicted-host")
     if verdict.kind not in _MEMORY:
         return None
     phase, oom = footprint.gpu.phases[verdict.phase or footprint.gpu.peak_phase], verdict.oom
-    log = None
+    log, required = None, footprint.gpu.required_bytes
     if oom is not None and oom.allocated is not None:
         wanted = oom.allocated + (oom.asked or 0)
         is_known = wanted <= phase.total_bytes * 1.1
         log = Message("diagnose.in-the-log" if is_known else "diagnose.in-the-log-unknown", size=_gib(wanted))
-    where, parts, size = PLACES[phase.name], _sort_parts(phase), phase.total_bytes
-    return MemoryPrediction(
-        phase=phase.name,
-        bytes=size,
-        components=parts,
-        sentence=Message("diagnose.predicted", where=where, size=_gib(size), parts=_name_largest(parts), log=log),
-        required_bytes=footprint.gpu.required_bytes,
-        fits=None if oom is None or oom.total is None else footprint.gpu.required_bytes <= oom.total,
-    )
+    told = _predict(phase, phase.total_bytes, "diagnose.predicted", where=PLACES[phase.name], log=log)
+    fits = None if oom is None or oom.total is None else required <= oom.total
+    return replace(told, required_bytes=required, fits=fits)
 
 
 def predict_training(footprint: Footprint, hardware: Hardware | None, world: int) -> MemoryPrediction:
     """What a training would take of each GPU, of which no log says anything yet."""
     gpu = footprint.gpu
     phase = gpu.phases["init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase]
-    parts = _sort_parts(phase)
     said, fits = None, None
     if hardware is not None:
         name, card, ram = hardware.gpu.name, hardware.gpu.memory_bytes, hardware.host_ram_bytes
         node = footprint.host.peak_bytes_per_node
         fits = gpu.required_bytes <= card and (ram is None or node <= ram)
         if gpu.required_bytes > card:
-            said = Message("diagnose.does-not-fit", card=name, size=_gib(card), part=name_component(parts[0][0]))
+            largest = name_component(max(phase.components, key=lambda part: phase.components[part]))
+            said = Message("diagnose.does-not-fit", card=name, size=_gib(card), part=largest)
         elif ram is not None and node > ram:
             said = Message("diagnose.host-does-not-fit", need=_gib(node), size=_gib(ram))
         else:
             said = Message("diagnose.fits", card=name, size=_gib(card))
-    fields: dict[str, object] = {
-        "size": _gib(phase.total_bytes),
-        "where": PLACES[phase.name],
-        "parts": _name_largest(parts),
-        "need": _gib(gpu.required_bytes),
-        "fits": said,
-    }
-    one, many = Message("diagnose.predicted-gpu", **fields), Message("diagnose.predicted-gpus", world=world, **fields)
-    return MemoryPrediction(
-        phase=phase.name,
-        bytes=phase.total_bytes,
-        components=parts,
-        sentence=one if world == 1 else many,
-        required_bytes=gpu.required_bytes,
-        fits=fits,
-    )
+    fields: dict[str, object] = {"where": PLACES[phase.name], "need": _gib(gpu.required_bytes), "fits": said}
+    if world == 1:
+        told = _predict(phase, phase.total_bytes, "diagnose.predicted-gpu", **fields)
+    else:
+        told = _predict(phase, phase.total_bytes, "diagnose.predicted-gpus", world=world, **fields)
+    return replace(told, required_bytes=gpu.required_bytes, fits=fits)
 
 
 def predict_verdict(told: MemoryPrediction, card_bytes: int, config: KnownConfig, file: str) -> Verdict | None:
@@ -116,12 +97,11 @@ def predict_verdict(told: MemoryPrediction, card_bytes: int, config: KnownConfig
     )
 
 
-def _sort_parts(phase: Phase) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(phase.components.items(), key=lambda part: -part[1]))
-
-
-def _name_largest(parts: Sequence[tuple[str, int]]) -> Listing:
-    return Listing(Message("diagnose.part", name=name_component(name), size=_gib(size)) for name, size in parts[:_MOST])
+def _predict(phase: Phase, size: int, said: str, **fields: object) -> MemoryPrediction:
+    parts = sorted(phase.components.items(), key=lambda part: -part[1])
+    named = (Message("diagnose.part", name=name_component(name), size=_gib(held)) for name, held in parts[:_MOST])
+    sentence = Message(said, size=_gib(size), parts=Listing(named), **fields)
+    return MemoryPrediction(phase=phase.name, bytes=size, components=tuple(parts), sentence=sentence)
 
 
 def _gib(size: int) -> str:

@@ -23,17 +23,14 @@ from tightfit.diagnose.verdict import LogSource
 _COLOURS = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 """They stand in the middle of words, and would hide them."""
 PIECE_BYTES = 64 * 1024
-LARGE_BYTES = 512 * 2**20
-"""Of which a log is too large to be looked at whole; some tens of megabytes take a second or more."""
-HEAD_BYTES, TAIL_BYTES = 32 * 2**20, 64 * 2**20
-"""What is looked at in any case: settings are told at the beginning, and ends at the end."""
+LARGE_BYTES = 512 * 2**20  # from here on a log is not looked at whole: some tens of megabytes take a second
+HEAD_BYTES, TAIL_BYTES = 32 * 2**20, 64 * 2**20  # looked at in any case: settings come first, and ends last
 SIGNS_BYTES = 2**20  # in which a training that goes on shows it
 COUNTED_BYTES = 4 * 2**20
 _BINARY_SHARE = 0.15
 _FOREIGN_SHARE = 0.3
 _BEYOND_ASCII = bytes(range(128, 256))
-_ENCODINGS = ("utf-8", "gb18030", "big5", "shift_jis", "euc_kr")
-"""That logs are written in where most of them is no ASCII."""
+_ENCODINGS = ("utf-8", "gb18030", "big5", "shift_jis", "euc_kr")  # of logs that are mostly beyond ASCII
 _PACKED = re.compile(rb"\x7fELF|PK\x03\x04|\x1f\x8b|\x80\x02|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|%PDF-|\x89PNG")
 _CONTROL = bytes(set(range(32)) - {8, 9, 10, 12, 13, 27}) + b"\x7f"
 
@@ -313,8 +310,7 @@ _PRETTY = {
     "\uff09": ")", "\uff0c": ", ", "\uff1b": "; ", "\uff1d": "=",
 }  # fmt: skip
 _LEADS = (b"\xe2\x80", b"\xef\xbc")  # what all of these begin with
-_WORDS = (b"Error", b"Exception", b"Traceback")
-"""One of them is in every text that is worth it: most of a log has none, and is passed over at once."""
+_WORDS = (b"Error", b"Exception", b"Traceback")  # one is in every text that is worth it: most are passed over at once
 _RAISED = re.compile(rb"^[^\n]*(?:Error|Exception|Traceback|File |No module named)[^\n]*$", re.MULTILINE)
 _READ = re.compile(
     rb"ca(?:l1|1l|11|II|lI|Il) [l1I]ast|Traceback \( most recent|Traceback ?\(most recent call last \)|"

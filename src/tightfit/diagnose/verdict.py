@@ -47,8 +47,7 @@ class LogSource:
     path: Path | None = None
     text: str | bytes | None = None  # instead of a file
     rank: int | None = None  # whose log it is, where it has one writer
-    on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)
-    """Is told how many bytes of the file are behind, for somebody who waits."""
+    on_read: Callable[[int], None] | None = field(default=None, compare=False, repr=False)  # told how far it is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,8 +140,7 @@ class History:
         self._offset, self._torn, self._rough = 0, b"", True
         self.series = Series()
         self._sampled: Series | None = None
-        self.said: deque[dict[str, object]] = deque(maxlen=LINES)
-        """What happened once: when (seconds since the epoch), what (without secrets), and in which mood."""
+        self.said: deque[dict[str, object]] = deque(maxlen=LINES)  # when, what (without secrets), and in which mood
         self._recent: deque[events.Step] = deque(maxlen=RECENT)
         self.doing: events.Progress | None = None
         self.ended: events.Ended | None = None

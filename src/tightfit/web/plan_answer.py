@@ -76,8 +76,7 @@ class AddressQuestion:
 
     said: tuple[tuple[str, str], ...]  # name and value, in the order of `FIELDS`, none empty
     allow: tuple[str, ...] = ()
-    block: Mapping[str, object] | None = field(default=None, compare=False)
-    """The model as a block of shape fields, where a config was pasted."""
+    block: Mapping[str, object] | None = field(default=None, compare=False)  # the shape fields of a pasted config
 
     def get(self, name: str) -> str:
         return dict(self.said).get(name, "")

@@ -12,7 +12,7 @@ from tightfit.desk.calibration import calibration_of
 from tightfit.desk.svg_bars import Bar, bars_svg, end_line, fullest, gpu_bar, key_svg, parts_of, scale_of
 from tightfit.inputs.flags import MOST_BATCH, checkpointing_word
 from tightfit.job.file import pinned
-from tightfit.messages import Said, id_of
+from tightfit.messages import id_of
 from tightfit.planner import SEQUENCES_A_GPU
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
@@ -60,16 +60,12 @@ def draw(answer: Answered, words: Words, *, advice: bool) -> Drawn:
         "sequence": first.levers.sequence if first else plan.job.sequence,
         "ways": [_way(plan, way, words, f"way{number}", bars[number], scales) for number, way in enumerate(ways)],
         "legend": [(label, Markup(key_svg(kind, "key"))) for kind, label in legend.items()],  # noqa: S704 (ours)
-        "because": reason_lines(plan),
+        # What the page does not say elsewhere.
+        "because": [each for each in further(plan) if plan.chosen is not None or id_of(each) not in ADVICE],
         "changes": plan.chosen.changes if plan.chosen else (),
         "name_way": strategy_name,
         "is_advised": advice,
     }
-
-
-def reason_lines(plan: Plan) -> list[Said]:
-    """The sentences that say something which the page does not say elsewhere."""
-    return [each for each in further(plan) if plan.chosen is not None or id_of(each) not in ADVICE]
 
 
 def gib(size_bytes: int) -> str:

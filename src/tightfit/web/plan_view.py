@@ -74,7 +74,7 @@ async def show_plan(request: Request) -> Response:
         "defaults": plan_answer.DEFAULTS,
         "most_bytes": plan_answer.MOST_CONFIG_BYTES,
     }
-    return page(request, "plan.html", status, **form, **{**_NOTHING, **values}, problem=problem)
+    return page(request, "plan.html", status, **form, **(values or _NOTHING), problem=problem)
 
 
 async def show_answer(request: Request) -> Response:
@@ -216,15 +216,13 @@ def _draw(answer: plan_answer.Answered, language: Language, *, advice: bool) -> 
     if plan.chosen is not None:
         commands.append(("command_write", answer.asked.command("plan", "--write", "plan")))
         commands.append(("command_train", START[plan.job.trainer]))
-    return {
+    return _NOTHING | {
         "found": found,
         "verdict": verdict(found, words(language)),
         "commands": commands,
         # On what it would train, where that is not what a reader of the last command expects.
         "before_the_start": untrained(plan.job) if is_ours else (),
         "address": answer.asked.address(),
-        "gib": gib,
-        "alone": False,
     }
 
 

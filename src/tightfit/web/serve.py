@@ -35,8 +35,7 @@ from tightfit.web.words import language_of, words
 
 HOME = "/plan"
 STATIC = Path(__file__).with_name("static")
-FIRST_PORT, PORTS = 8741, 20
-"""Without --port the first free one of these is taken, so that a tunnel can be set up before."""
+FIRST_PORT, PORTS = 8741, 20  # without --port the first free one of these: a tunnel can be set up before
 MOST_CONNECTIONS = 256
 PATIENCE_S = 2  # for answers that are half sent when the server is told to end
 

@@ -53,8 +53,7 @@ class RunSight:
         self.history = History(self._folder.events)
         self._ranks = RankEye(run)
         self._peaks: dict[int, int] = {}
-        self._kept: dict[str, tuple[object, Any]] = {}
-        """What was read before, and by which mark one knows that it is so still."""
+        self._kept: dict[str, tuple[object, Any]] = {}  # what was read before, and the mark by which it is so still
 
     def look(self, eye: MachineEye | None) -> dict[str, Section | list[Section]]:
         """All sections. OSError: the folder cannot be read at all, now."""
