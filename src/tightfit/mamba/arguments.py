@@ -24,23 +24,16 @@ class ScanError(ValueError):
 class Scan:
     """b: batch, d: channels, n: states, l: length."""
 
-    u: Tensor
-    """(b, d, l), with any strides; so are delta and z."""
+    u: Tensor  # (b, d, l), with any strides; so are delta and z
     delta: Tensor
-    A: Tensor
-    """(d, n), negative for a state that fades."""
-    B: Tensor
-    """(b, n, l); so is C."""
+    A: Tensor  # (d, n), negative for a state that fades
+    B: Tensor  # (b, n, l); so is C
     C: Tensor
-    D: Tensor | None = None
-    """(d)"""
+    D: Tensor | None = None  # (d)
     z: Tensor | None = None
-    delta_bias: Tensor | None = None
-    """(d)"""
-    initial_state: Tensor | None = None
-    """(b, d, n)"""
-    starts: Tensor | None = None
-    """(b, l), true where a document starts."""
+    delta_bias: Tensor | None = None  # (d)
+    initial_state: Tensor | None = None  # (b, d, n)
+    starts: Tensor | None = None  # (b, l), true where a document starts
     delta_softplus: bool = False
 
     @property

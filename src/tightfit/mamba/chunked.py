@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from tightfit.mamba.arguments import Gradients, Scan, differentiate
 
-CHUNK_ELEMENTS = 1 << 18
-"""Of one temporary: a handful of them should stay in the processor's cache."""
+CHUNK_ELEMENTS = 1 << 18  # of one temporary: a handful of them should stay in the processor's cache
 SHORTEST, LONGEST = 8, 128
 
 

@@ -23,29 +23,21 @@ from tightfit.messages import text
 Path = Literal["torch", "triton"]
 
 
-STEPS, TILE = 16, 128
-"""Steps and channels of a program."""
-SEGMENT, SEGMENT_TILE = 32, 256
-"""The same of one that goes through time in order."""
+STEPS, TILE = 16, 128  # steps and channels of a program
+SEGMENT, SEGMENT_TILE = 32, 256  # the same of one that goes through time in order
 
 
 @dataclass(frozen=True, slots=True)
 class Conv:
     """b: batch, d: channels, l: length, w: width."""
 
-    x: Tensor
-    """(b, d, l), with any strides."""
-    weight: Tensor
-    """(d, w)"""
-    bias: Tensor | None
-    """(d)"""
-    initial: Tensor | None
-    """(b, d, w - 1): the inputs before the first step."""
-    starts: Tensor | None
-    """(b, l), true where a document starts."""
+    x: Tensor  # (b, d, l), with any strides
+    weight: Tensor  # (d, w)
+    bias: Tensor | None  # (d)
+    initial: Tensor | None  # (b, d, w - 1): the inputs before the first step
+    starts: Tensor | None  # (b, l), true where a document starts
     silu: bool
-    path: Path | None = None
-    """None: what fits the tensors."""
+    path: Path | None = None  # None: what fits the tensors
 
     @property
     def width(self) -> int:

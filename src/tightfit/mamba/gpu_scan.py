@@ -13,10 +13,8 @@ from torch import Tensor
 from tightfit.mamba import kernels
 from tightfit.mamba.arguments import Gradients, Scan, as_bytes, differentiate, strides
 
-BORDER = 64
-"""Steps between two states that are kept."""
-STEPS = 4
-"""Of a block, as the kernels take it apart."""
+BORDER = 64  # steps between two states that are kept
+STEPS = 4  # of a block, as the kernels take it apart
 PACK_ROWS = 64
 
 
@@ -24,11 +22,9 @@ PACK_ROWS = 64
 class Config:
     """How the kernels of one direction are cut; chosen outside of them, so that they can be tried one by one."""
 
-    cells: int = 512
-    """Channels times states of a program."""
+    cells: int = 512  # channels times states of a program
     border: int = BORDER
-    segment: int | None = None
-    """Steps of a program; a multiple of `border`. None: as many as fill the card."""
+    segment: int | None = None  # steps of a program; a multiple of `border`. None: as many as fill the card.
     warps: int = 1
     programs: int = 4096
     """Wanted at least: several times what a large card runs at once, so that none of it waits long for the last."""
@@ -60,16 +56,14 @@ class _Cut:
         self.borders = -(-self.length // config.border)
         self.padded = -(-self.length // STEPS) * STEPS
         sums = self.tiles * self.batch * self.padded * 2 * self.wide * 4
-        self.part = self.tiles
-        """Tiles whose sums are held at once."""
+        self.part = self.tiles  # tiles whose sums are held at once
         if config.sums_bytes is not None and sums > config.sums_bytes:
             # A multiple of 16, so that one compiled kernel serves every part.
             self.part = min(self.tiles, max(16, self.tiles * config.sums_bytes // sums // 16 * 16))
         wanted = max(1, config.programs // (self.batch * self.part))
         self.segment = config.segment or -(-self.borders // min(wanted, self.borders)) * config.border
         self.segments = -(-self.length // self.segment)
-        self.slots = -(-self.segments // 4) * 4
-        """Places for what each segment leaves; `_combine` takes four at once."""
+        self.slots = -(-self.segments // 4) * 4  # places for what each segment leaves; `_combine` takes four at once
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)

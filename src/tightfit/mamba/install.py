@@ -44,16 +44,14 @@ PASSED_OVER = ("conv1d", "x_proj", "dt_proj", "out_proj", "b_layernorm", "c_laye
 """Submodules that the fused mixer does not call; the norms are FalconMamba's, from transformers 5."""
 SILU = ("silu", "swish")
 
-_replaced: list[tuple[Any, str, Any]] = []
-"""(where, name, what was there), while installed."""
+_replaced: list[tuple[Any, str, Any]] = []  # (where, name, what was there), while installed
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
     """What layers and mixers get as their `attention_mask`."""
 
-    starts: Tensor
-    """(batch, length), true where a document starts."""
+    starts: Tensor  # (batch, length), true where a document starts
     mask: Tensor | None
 
 

@@ -36,19 +36,14 @@ from tightfit.messages import text
 class Weights:
     """Of a mixer, the first projection aside. e: channels, n: states, r: rank of the time step, d: of the model."""
 
-    conv: Tensor
-    """(e, 1, width), as nn.Conv1d has it"""
+    conv: Tensor  # (e, 1, width), as nn.Conv1d has it
     conv_bias: Tensor | None
-    x_proj: Tensor
-    """(r + 2n, e)"""
-    dt_proj: Tensor
-    """(e, r)"""
+    x_proj: Tensor  # (r + 2n, e)
+    dt_proj: Tensor  # (e, r)
     dt_bias: Tensor | None
-    A_log: Tensor
-    """(e, n); A is -exp of it"""
+    A_log: Tensor  # (e, n); A is -exp of it
     D: Tensor
-    out_proj: Tensor
-    """(d, e)"""
+    out_proj: Tensor  # (d, e)
     out_bias: Tensor | None
 
 

@@ -16,8 +16,7 @@ from tightfit.messages import text
 
 Path = Literal["reference", "chunked", "triton"]
 
-MOST_STATES = 64
-"""That a program of the GPU's path keeps in registers."""
+MOST_STATES = 64  # that a program of the GPU's path keeps in registers
 
 
 def selective_scan(  # noqa: PLR0913 - the official signature

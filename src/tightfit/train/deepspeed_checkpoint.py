@@ -65,17 +65,13 @@ class DeepSpeedCheckpoint:
     folder: Path
     stage: int
     world: int
-    step: int
-    """Optimizer steps of the training, skipped ones too."""
+    step: int  # optimizer steps of the training, skipped ones too
     optimizer_steps: int
     scale: LossScale | None
     effective_batch: int | None
-    trained_elements: int | None
-    """None: it is not told apart from what was frozen."""
-    kinds: frozenset[str]
-    """What every trained parameter has: fp32 copies and moments."""
-    tensors: Mapping[str, Mapping[str, _Parts]] = field(repr=False)
-    """Kind → name → values."""
+    trained_elements: int | None  # None: it is not told apart from what was frozen
+    kinds: frozenset[str]  # what every trained parameter has: fp32 copies and moments
+    tensors: Mapping[str, Mapping[str, _Parts]] = field(repr=False)  # kind → name → values
 
     def missing_for(self, optimizer: Optimizer, trained_elements: int) -> Message | None:
         """Why a job with this optimizer cannot go on with the states, in words; None: it can."""
@@ -268,8 +264,7 @@ def _crop(parts: Sequence[Tensor], numel: int) -> list[Tensor]:
     return kept
 
 
-Groups = list[list[Tensor]]
-"""For each rank its flat vector of each group."""
+Groups = list[list[Tensor]]  # for each rank its flat vector of each group
 
 
 def _states(rank: Mapping[str, Any], stage: int) -> Iterator[Mapping[str, Any]]:

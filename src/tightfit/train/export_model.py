@@ -51,8 +51,7 @@ from tightfit.types import ConfigError, ModelError
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
-CHUNK_ELEMENTS = 2**24
-"""What is read, changed and written at a time."""
+CHUNK_ELEMENTS = 2**24  # what is read, changed and written at a time
 
 NOT_BESIDE = ("config.json", "adapter_config.json", "model.safetensors.index.json", "adapter_model.safetensors")
 BESIDE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
@@ -166,8 +165,7 @@ class Delta:
     a: torch.Tensor
     b: torch.Tensor
     scale: float
-    transposed: bool
-    """The weight is stored as (in, out): Conv1D of GPT-2, embeddings, some experts."""
+    transposed: bool  # the weight is stored as (in, out): Conv1D of GPT-2, embeddings, some experts
     experts: int = 1
 
     def rows(self, low: int, high: int) -> torch.Tensor:

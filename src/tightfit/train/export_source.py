@@ -13,25 +13,19 @@ from tightfit.types import ConfigError, ModelError
 
 Kind = Literal["model", "adapter", "deepspeed"]
 
-Told = Callable[[Message, int, int], None]
-"""What is being done, how much of it is done, of how much."""
+Told = Callable[[Message, int, int], None]  # what is being done, how much of it is done, of how much
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """What to export."""
 
-    source: str
-    """A run's folder, a model, an adapter or a DeepSpeed checkpoint."""
+    source: str  # a run's folder, a model, an adapter or a DeepSpeed checkpoint
     to: str
-    dtype: str | None = None
-    """None: as it is stored."""
-    merge: bool = False
-    """There must be an adapter to merge."""
-    base: str | None = None
-    """The model that the adapter is for; None: the one that it names."""
-    config: str | None = None
-    """Where the config of a DeepSpeed checkpoint's model is; None: beside it."""
+    dtype: str | None = None  # None: as it is stored
+    merge: bool = False  # there must be an adapter to merge
+    base: str | None = None  # the model that the adapter is for; None: the one that it names
+    config: str | None = None  # where the config of a DeepSpeed checkpoint's model is; None: beside it
     trust_pickle: bool = False
     trust_remote_code: bool = False
 
@@ -42,8 +36,7 @@ class ExportSource:
 
     kind: Kind
     folder: Path
-    run: Path | None = None
-    """The run's folder, where it is one."""
+    run: Path | None = None  # the run's folder, where it is one
 
 
 @dataclass(frozen=True, kw_only=True)

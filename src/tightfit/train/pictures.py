@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOSS, MEMORY = "loss.png", "memory.png"
-MOST_STEPS = 4000
-"""That are drawn; between half and all of them, where there are more."""
+MOST_STEPS = 4000  # that are drawn; between half and all of them, where there are more
 BLUE, SKY, ORANGE, VERMILLION, GREY = "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#666666"
 """Okabe and Ito's colours: told apart by everybody."""
 MILESTONES = {
@@ -47,8 +46,7 @@ class RunHistory:
     steps: list[told.Step] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
     marks: dict[str, told.MemoryMark] = field(default_factory=dict)
-    restarts: list[int] = field(default_factory=list)
-    """The steps from which the run was begun again."""
+    restarts: list[int] = field(default_factory=list)  # the steps from which the run was begun again
 
     @property
     def model(self) -> str:

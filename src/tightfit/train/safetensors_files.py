@@ -39,12 +39,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-LARGEST_HEADER = 100 * 2**20
-"""The library's own limit."""
+LARGEST_HEADER = 100 * 2**20  # the library's own limit
 
 LENGTH_BYTES = 8
-READ_BYTES = 2**30
-"""Linux reads at most 2 GiB at once."""
+READ_BYTES = 2**30  # Linux reads at most 2 GiB at once
 
 
 @dataclass(frozen=True)

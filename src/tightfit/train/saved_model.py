@@ -44,11 +44,9 @@ from tightfit.runs.checkpoints import Span as Hashed
 from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
-SHARD_BYTES = 5 * 10**9
-"""Hugging Face's own limit for one file."""
+SHARD_BYTES = 5 * 10**9  # Hugging Face's own limit for one file
 
-HOST_BYTES = 64 * 2**20
-"""How much of a tensor is moved to the host, and cast, at a time."""
+HOST_BYTES = 64 * 2**20  # how much of a tensor is moved to the host, and cast, at a time
 
 Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Every tensor of a set, in order: shape, and the dtype in the file."""
@@ -74,10 +72,8 @@ class TensorPiece:
 class FileStyle:
     """How a set of tensors is cut into files and what they are called."""
 
-    stem: str = "model"
-    """May begin with a folder of its own."""
-    shard_bytes: int | None = SHARD_BYTES
-    """None: one file, however large."""
+    stem: str = "model"  # may begin with a folder of its own
+    shard_bytes: int | None = SHARD_BYTES  # None: one file, however large
     metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
     """Goes into every file's header; `format` is what from_pretrained looks for."""
     beside: Callable[[Path], None] | None = None
@@ -92,8 +88,7 @@ ADAPTER = FileStyle(stem="adapter_model", shard_bytes=None)
 class TensorSet:
     """Tensors that go into files together."""
 
-    names: Names
-    """The same on every rank."""
+    names: Names  # the same on every rank
     pieces: Callable[[], Iterable[TensorPiece]]
     """What this rank writes of them, in order. Each is done with before the next is asked for."""
     style: FileStyle
@@ -163,10 +158,8 @@ class Writer:
         """Of each file the spans that were hashed: this rank's of one set, and on rank 0 in the end everybody's."""
         self._sets = 0
         self._problem: Exception | None = None
-        self._made = False
-        """Whether the staging folder is one that we made."""
-        self._beside: set[str] = set()
-        """What a library wrote there."""
+        self._made = False  # whether the staging folder is one that we made
+        self._beside: set[str] = set()  # what a library wrote there
         if rank == 0:
             self._attempt(self._begin)
         barrier()

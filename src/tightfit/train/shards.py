@@ -20,19 +20,15 @@ from torch import Tensor, nn
 
 from tightfit.train.nvme import resident
 
-ADAPTED = "base_model.model."
-"""What PEFT puts before every name, and `base_layer.` before a weight's."""
+ADAPTED = "base_model.model."  # what PEFT puts before every name, and `base_layer.` before a weight's
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    path: str
-    """The name in the model as it stands."""
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
+    path: str  # the name in the model as it stands
+    shape: tuple[int, ...]  # of the whole parameter
     start: int
-    stop: int
-    """This rank has elements [start, stop) of the whole."""
+    stop: int  # this rank has elements [start, stop) of the whole
     parameter: nn.Parameter
 
     @property

@@ -165,10 +165,8 @@ class Named:
     """The answer: for each parameter the checkpoint's tensors that lie end to end in it."""
 
     parts: Mapping[str, tuple[str, ...]]
-    missing: tuple[str, ...] = ()
-    """Parameters that nothing in the checkpoint makes up."""
-    needs_conversion: tuple[str, ...] = ()
-    """Parameters that only transformers can make from what is there."""
+    missing: tuple[str, ...] = ()  # parameters that nothing in the checkpoint makes up
+    needs_conversion: tuple[str, ...] = ()  # parameters that only transformers can make from what is there
 
 
 @dataclass

@@ -67,16 +67,13 @@ from tightfit.train.data.spec import DataSpec
 from tightfit.train.data.tokens import Codec, Encoded, Encoder
 from tightfit.types import ConfigError
 
-VERSION = 1
-"""Of the code that makes tokens: raised with every change of what a build writes."""
+VERSION = 1  # of the code that makes tokens: raised with every change of what a build writes
 
 MANIFEST = "manifest.json"
-INDEX_BLOCK = 65_536
-"""Samples whose places are computed at a time."""
+INDEX_BLOCK = 65_536  # samples whose places are computed at a time
 
 PIECE_BYTES = 4 * 2**20
-ALONE_BYTES = 2**20
-"""Below this, starting processes takes longer than the work."""
+ALONE_BYTES = 2**20  # below this, starting processes takes longer than the work
 MOST_PROCESSES = 16
 
 COLUMNS = {
@@ -95,12 +92,10 @@ class Wanted:
     spec: DataSpec
     codec: Codec
     source: DataSource | None
-    resolved: Resolved | None
-    """A recipe with its ablation."""
+    resolved: Resolved | None  # a recipe with its ablation
     key: str
     folder: Path
-    arms: Path
-    """Where the answers of all ablations of a recipe are told."""
+    arms: Path  # where the answers of all ablations of a recipe are told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +120,9 @@ class Task:
     path: str
     start: int
     end: int
-    first: bool
-    """The beginning of its file."""
+    first: bool  # the beginning of its file
     last: bool
-    is_text: bool
-    """One long document, and no example a line."""
+    is_text: bool  # one long document, and no example a line
     layout: Layout
     unit: Literal["line", "example"]
     """What an example is called in a sentence, with `named`: a line of the file itself, or an item of a list."""
@@ -422,8 +415,7 @@ def _encode_pieces(want: Wanted, tasks: list[Task], total_bytes: int) -> Iterato
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-_in_child: list[Prompter] = []
-"""What a process of the pool encodes with."""
+_in_child: list[Prompter] = []  # what a process of the pool encodes with
 
 
 def _start(prompter: Prompter) -> None:

@@ -32,8 +32,7 @@ from tightfit.types import ConfigError
 OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around what a template marks as generated. They never reach the tokenizer."""
 
-STAND_IN = "…"
-"""A user's turn where a template wants one and the chat has none."""
+STAND_IN = "…"  # a user's turn where a template wants one and the chat has none
 
 DATE = "26 Jul 2024"
 
@@ -54,8 +53,7 @@ class Rendered:
     """A chat as text."""
 
     text: str
-    answers: tuple[tuple[int, int], ...]
-    """From where to where the model must write."""
+    answers: tuple[tuple[int, int], ...]  # from where to where the model must write
 
 
 class _Generation(Extension):

@@ -63,8 +63,7 @@ RECIPE = Layout(kind="recipe")
 BY_FORMAT = {"text": TEXT, "alpaca": ALPACA, "sharegpt": SHAREGPT, "messages": MESSAGES}
 
 
-Example = str | tuple[Turn, ...]
-"""What one example is trained on as: text, or a chat."""
+Example = str | tuple[Turn, ...]  # what one example is trained on as: text, or a chat
 
 
 def layout_of(tree: Any, format_name: str) -> Layout:
@@ -209,8 +208,7 @@ class SourceFile:
     """One file of examples."""
 
     path: Path
-    kind: FileKind
-    """text: one long document; lines: an example a line; array: one JSON list."""
+    kind: FileKind  # text: one long document; lines: an example a line; array: one JSON list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,10 +216,8 @@ class DataSource:
     """All the files of a data set."""
 
     files: tuple[SourceFile, ...]
-    layout: Layout | None
-    """None: told from the first example."""
-    limit: int | None = None
-    """The most examples to use, where an entry of dataset_info.json says so."""
+    layout: Layout | None  # None: told from the first example
+    limit: int | None = None  # the most examples to use, where an entry of dataset_info.json says so
 
 
 def find_source(path: str, format_name: str) -> DataSource:

@@ -19,8 +19,7 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-ROUNDS = 8
-"""Four are enough against guessing; small ranges want some more to look shuffled."""
+ROUNDS = 8  # four are enough against guessing; small ranges want some more to look shuffled
 
 Indices = npt.NDArray[np.int64]
 

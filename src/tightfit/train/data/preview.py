@@ -37,8 +37,7 @@ from tightfit.train.data.spec import DataSpec, check_spec
 from tightfit.train.data.tokens import Encoded, Encoder, codec_of, load_tokenizer
 from tightfit.types import ConfigError
 
-LOOKED_AT = 200
-"""Examples that the summary counts."""
+LOOKED_AT = 200  # examples that the summary counts
 
 ANY_VOCABULARY = 2**31
 

@@ -72,8 +72,7 @@ SECTION_KEYS = ("field", "role", "template", "budget_tokens", "drop")
 ALL_ON = "everything"
 
 FIELDS = ("profile", "traits", "scene", "history", "context")
-LOOK_BACK = 64
-"""Talks among which one by other people is looked for."""
+LOOK_BACK = 64  # talks among which one by other people is looked for
 
 TRIES = 24
 LAST = 10**9
@@ -104,8 +103,7 @@ class Recipe:
     """Whose turns are learned: the one who opens the dialogue, the other, or both."""
     context_turns: int = 12
     history_turns: int = 12
-    speaker: str | None = None
-    """Of a file of your own: the field that says who answers, to split by."""
+    speaker: str | None = None  # of a file of your own: the field that says who answers, to split by
 
 
 # --- dialogues ------------------------------------------------------------------------------------
@@ -115,8 +113,7 @@ Record = dict[str, Any]
 """One answer with all that could stand before it: its name, its fields (text, or a list of lines of which the last
 matter most), the target, the speaker, the partner, and the groups of both."""
 
-Talk = tuple[frozenset[str], list[Record]]
-"""The people, and the answers that they give."""
+Talk = tuple[frozenset[str], list[Record]]  # the people, and the answers that they give
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +121,7 @@ class Talks:
     """A source of dialogues."""
 
     name: str
-    files: tuple[Path, ...]
-    """Everything that is read, to be hashed."""
+    files: tuple[Path, ...]  # everything that is read, to be hashed
     fields: tuple[str, ...]
     read: Callable[[], Iterator[Talk]]
     said: tuple[Message, ...] = ()
@@ -486,15 +482,11 @@ class SectionCount:
     """How a section fared, in one example or over many."""
 
     field: str
-    examples: int = 0
-    """In which the field holds something."""
-    tokens: int = 0
-    """Kept, with the section's template."""
+    examples: int = 0  # in which the field holds something
+    tokens: int = 0  # kept, with the section's template
     lost: int = 0
-    cut: int = 0
-    """Examples in which it was shortened."""
-    dropped: int = 0
-    """Examples in which nothing of it was left."""
+    cut: int = 0  # examples in which it was shortened
+    dropped: int = 0  # examples in which nothing of it was left
 
 
 def add_sections(sums: dict[str, SectionCount], more: Iterable[SectionCount]) -> None:
@@ -508,8 +500,7 @@ def add_sections(sums: dict[str, SectionCount], more: Iterable[SectionCount]) ->
 class Prompted:
     """What became of a record."""
 
-    encoded: Encoded | None
-    """None: its answer does not fit."""
+    encoded: Encoded | None  # None: its answer does not fit
     rendered: Rendered | None
     target: str
     sections: tuple[SectionCount, ...]

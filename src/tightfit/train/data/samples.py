@@ -53,11 +53,9 @@ from tightfit.types import ConfigError
 if TYPE_CHECKING:
     import torch
 
-IGNORED = -100
-"""The label of a token that does not count, as torch's cross entropy has it."""
+IGNORED = -100  # the label of a token that does not count, as torch's cross entropy has it
 
-MULTIPLE = 8
-"""Rows are padded to a multiple of this: what tensor cores like."""
+MULTIPLE = 8  # rows are padded to a multiple of this: what tensor cores like
 
 Ints = npt.NDArray[np.int64]
 
@@ -76,12 +74,9 @@ class Samples:
     """All samples of one part of the data."""
 
     row: Callable[[int], Sample]
-    lengths: npt.NDArray[np.int32]
-    """Tokens of each sample."""
-    loss_tokens: Ints
-    """Labels of each sample that count once labels are shifted by one."""
-    fingerprint: str
-    """The same for the same samples in the same order."""
+    lengths: npt.NDArray[np.int32]  # tokens of each sample
+    loss_tokens: Ints  # labels of each sample that count once labels are shifted by one
+    fingerprint: str  # the same for the same samples in the same order
     sequence: int
     packed: bool = False
 
@@ -230,12 +225,10 @@ class GeneratedRows:
 
 # --- views ---------------------------------------------------------------------------------------
 
-BLOCK = 65_536
-"""Documents that are looked at, and packed, together."""
+BLOCK = 65_536  # documents that are looked at, and packed, together
 
 PARTS = ("train", "held")
-TRAIN, HELD, NEITHER = 0, 1, 2
-"""Which of PARTS a document goes to."""
+TRAIN, HELD, NEITHER = 0, 1, 2  # which of PARTS a document goes to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +237,7 @@ class StoredRows:
 
     store: Store
     documents: npt.NDArray[np.int64]
-    borders: npt.NDArray[np.int64] | None
-    """Row i holds documents from border i to i + 1; None: one each."""
+    borders: npt.NDArray[np.int64] | None  # row i holds documents from border i to i + 1; None: one each
 
     def row(self, index: int) -> Sample:
         if self.borders is None:

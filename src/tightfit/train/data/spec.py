@@ -12,8 +12,7 @@ FORMATS = ("auto", "text", "alpaca", "sharegpt", "messages")
 
 SHIPPED_DIALOGUES = "shipped:dialogues"
 
-GENERATED_SAMPLES = 1024
-"""How many samples are made up where the job names no data and no number."""
+GENERATED_SAMPLES = 1024  # how many samples are made up where the job names no data and no number
 
 STATEFUL = (
     "mamba rwkv recurrent_gemma jamba bamba zamba nemotron_h granitemoehybrid falcon_h1 lfm2 qwen3_next qwen3_5 "
@@ -34,8 +33,7 @@ class DataSpec:
     format: str = "auto"
     template: str | None = None
     packing: bool = False
-    samples: int | None = None
-    """How many samples to generate where there is no data."""
+    samples: int | None = None  # how many samples to generate where there is no data
     max_samples: int | None = None
     overlong: Literal["skip", "cut"] = "cut"
     recipe: str | None = None
@@ -45,8 +43,7 @@ class DataSpec:
     sequence: int = 2048
     seed: int = 42
     model_type: str = "llama"
-    scan: Scan | None = None
-    """Of a Mamba model; None: nobody knows yet."""
+    scan: Scan | None = None  # of a Mamba model; None: nobody knows yet
 
     @property
     def is_generated(self) -> bool:

@@ -32,16 +32,12 @@ class Codec:
     """Text to tokens and back, without transformers."""
 
     tokenizer_json: str
-    special: Mapping[str, str]
-    """`eos_token` … → its text, as chat templates want them."""
-    template: str
-    """The chat template's Jinja source."""
+    special: Mapping[str, str]  # `eos_token` … → its text, as chat templates want them
+    template: str  # the chat template's Jinja source
     template_name: Said
-    bos_id: int | None
-    """Set where the tokenizer itself puts one before a text."""
+    bos_id: int | None  # set where the tokenizer itself puts one before a text
     eos_id: int | None
-    said: tuple[Said, ...] = ()
-    """What was chosen for the user, a sentence each."""
+    said: tuple[Said, ...] = ()  # what was chosen for the user, a sentence each
 
     @cached_property
     def backend(self) -> Any:
@@ -173,8 +169,7 @@ def byte_tokenizer() -> Any:
     return made
 
 
-TEXT_BLOCK = 2**16
-"""Letters that are given to the tokenizer at a time: its bookkeeping is a hundred times the text."""
+TEXT_BLOCK = 2**16  # letters that are given to the tokenizer at a time: its bookkeeping is a hundred times the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +178,7 @@ class Encoded:
 
     ids: npt.NDArray[Any]
     learned: npt.NDArray[np.uint8]
-    cut: bool = False
-    """It was longer."""
+    cut: bool = False  # it was longer
 
     @property
     def loss_tokens(self) -> int:
