@@ -43,11 +43,9 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     """
     ram, ram_because = ram_here() if host_ram is None else (parse_size(host_ram), ())
     nvme_bytes = None if nvme is None else parse_size(nvme)
-    devices: tuple[Card, ...] = ()
-    sight, because = look()
-    if sight is not None:
-        devices, because = find_visible(sight, os.environ)
-    if sight is not None and devices:
+    sight = look()
+    devices, because = find_visible(sight, os.environ) if sight.cards else ((), sight.problems)
+    if devices:
         gpu, more = _find_least(devices, sight.tools[0])
         tally = Listing((f"{count} × {name}" for name, count in Counter(map(name_of, sight.cards)).items()), "and")
         because = (Message("machine.tool-shows", tool=sight.tools[0], cards=tally), *because, *more)
@@ -59,8 +57,8 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     return Hardware(gpu=gpu, gpus_per_node=count, host_ram_bytes=ram, nvme_bytes=nvme_bytes, because=said)
 
 
-def look(*, whole: bool = False) -> tuple[Cards | None, tuple[Message, ...]]:
-    """What the first tool with an answer shows; else why those that are installed showed nothing.
+def look(*, whole: bool = False) -> Cards:
+    """What the first tool with an answer shows; else no card, and why those that are installed showed nothing.
 
     `whole`: with who is on the cards, and what is free there.
     """
@@ -68,9 +66,9 @@ def look(*, whole: bool = False) -> tuple[Cards | None, tuple[Message, ...]]:
     for tool in _ORDER:
         answer = ask_tool(tool, time.monotonic() + _TIMEOUT_S, whole=whole)
         if answer.cards:
-            return answer, ()
+            return answer
         problems += answer.problems
-    return None, tuple(dict.fromkeys(problems))
+    return Cards(problems=tuple(dict.fromkeys(problems)))
 
 
 def name_of(card: Card) -> str:
@@ -219,8 +217,8 @@ class Occupancy:
 
 def occupancy() -> Occupancy:
     """The GPUs, what is free on each, and who holds the rest; none, where there is no GPU."""
-    sight, _ = look(whole=True)
-    if sight is None:
+    sight = look(whole=True)
+    if not sight.cards:
         return Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
     variable = visibility_variables(sight, os.environ)[-1]
     if variable not in os.environ and sight.cards[0].vendor != "nvidia":

@@ -14,7 +14,6 @@ from tightfit.hardware.doctor.gpus import gpu_rows
 from tightfit.hardware.doctor.row import Check
 from tightfit.hardware.doctor.software import (
     BAD_PAIRS,
-    Toolkit,
     TorchBuild,
     building_rows,
     collectives,
@@ -185,7 +184,7 @@ def built(
     nvcc: str | None = "12.4",
     root: Path = Path("/"),
 ) -> dict[str, Check]:
-    return by_id(building_rows(Toolkit(cxx="c++ 12.2.0", nvcc=nvcc), build, env, cards, root))
+    return by_id(building_rows(("c++ 12.2.0", nvcc), build, env, cards, root))
 
 
 def test_the_arch_list_that_deepspeed_cannot_read() -> None:

@@ -12,20 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tightfit.hardware.doctor import software
 from tightfit.hardware.doctor.environment import environment_rows
 from tightfit.hardware.doctor.gpus import gpu_rows, link_rows
 from tightfit.hardware.doctor.host import MeasuredDisk, disk_rows, host_rows, measure_disk
 from tightfit.hardware.doctor.row import Check
-from tightfit.hardware.doctor.software import (
-    TorchBuild,
-    building_rows,
-    collective_packages,
-    collectives,
-    installed,
-    package_rows,
-    toolkit,
-    torch_build,
-)
 from tightfit.hardware.probes import PATIENCE_S, probe_cards, probe_links
 from tightfit.hardware.probes.card import Cards
 
@@ -41,7 +32,7 @@ class Checkup:
 
     rows: tuple[Check, ...]
     cards: Cards
-    torch: TorchBuild | None
+    torch: software.TorchBuild | None
     packages: Mapping[str, str]
     free_disk_bytes: int | None = None
     seconds: float = 0.0
@@ -52,26 +43,26 @@ def examine(folder: Path | None) -> Checkup:
     from concurrent.futures import ThreadPoolExecutor
 
     begun = time.monotonic()
-    packages = installed()
-    build = torch_build(packages.get("torch"))
+    packages = software.installed()
+    build = software.torch_build(packages.get("torch"))
     is_torch_asked = build is not None and build.for_gpus and any(map(os.path.exists, _DEVICES))
     with ThreadPoolExecutor(max_workers=4) as pool:
         asked = pool.submit(probe_cards, ask_torch_until=begun + _TORCH_S if is_torch_asked else None)
         links = pool.submit(probe_links, begun + PATIENCE_S)
         disk = None if folder is None else pool.submit(measure_disk, folder)
-        tools = pool.submit(toolkit, os.environ)
+        tools = pool.submit(software.find_compilers, os.environ)
         found = asked.result()
         many = len(found.cards)
-        rows = [
+        rows = (
             *gpu_rows(found, build),
             *link_rows(found.cards, links.result()),
             *host_rows(many),
-            *package_rows(packages, build),
-            *collectives(build, collective_packages(), many),
-            *building_rows(tools.result(), build, os.environ, many),
+            *software.package_rows(packages, build),
+            *software.collectives(build, software.collective_packages(), many),
+            *software.building_rows(tools.result(), build, os.environ, many),
             *environment_rows(os.environ, found.cards),
-        ]
-        seen = Checkup(rows=tuple(rows), cards=found, torch=build, packages=packages)
+        )
+        seen = Checkup(rows=rows, cards=found, torch=build, packages=packages)
         seen = seen if disk is None else with_disk(seen, disk.result())
     return replace(seen, seconds=time.monotonic() - begun)
 

@@ -29,7 +29,7 @@ _NEEDS = {"sm_100": ((2, 7), (12, 8)), "sm_120": ((2, 7), (12, 8))}
 
 def gpu_rows(found: Cards, build: TorchBuild | None, root: Path = Path("/")) -> list[Check]:
     """A row a card, one for the driver, and what the tools complain of."""
-    rows = [_card_row(card) for card in found.cards]
+    rows = list(map(_card_row, found.cards))
     if found.unplaced:
         what = Message("doctor.unplaced", who=Listing(map(describe_process, found.unplaced), ";"))
         rows.append(Check("gpu-processes", "GPUs", "yellow", what))
@@ -66,11 +66,9 @@ def _card_row(card: Card) -> Check:
             fix = Message("doctor.wait" if others or card.processes is None else "doctor.held-unseen")
     if card.use_percent is not None:
         facts.append(Message("doctor.busy", percent=card.use_percent))
-    if card.temperature_c is not None:
-        facts.append(f"{card.temperature_c:.0f} °C")
-    if card.power_w is not None:
-        facts.append(f"{card.power_w:.0f} W")
-    if card.temperature_c is not None and card.temperature_c >= _HOT_C:
+    amounts = ((card.temperature_c, "°C"), (card.power_w, "W"))
+    facts += [f"{amount:.0f} {unit}" for amount, unit in amounts if amount is not None]
+    if (card.temperature_c or 0) >= _HOT_C:
         light, fix = "yellow", fix or Message("doctor.hot")
     if others:
         facts.append(Message("doctor.used-by", who=Listing(map(describe_process, others), ";")))
@@ -129,14 +127,8 @@ def _driver_rows(found: Cards, build: TorchBuild | None, root: Path) -> Iterator
     for arch, (torch, cuda) in _NEEDS.items():
         too_old = release(build.version)[:2] < torch or (build.cuda and release(build.cuda)[:2] < cuda)
         if arch in arches and too_old:
-            what = Message(
-                "doctor.arch",
-                arch=arch,
-                torch=f"{torch[0]}.{torch[1]}",
-                cuda=f"{cuda[0]}.{cuda[1]}",
-                has_torch=build.version,
-                has_cuda=build.cuda,
-            )
+            first = {"torch": "{}.{}".format(*torch), "cuda": "{}.{}".format(*cuda)}
+            what = Message("doctor.arch", arch=arch, **first, has_torch=build.version, has_cuda=build.cuda)
             yield Check(f"arch-{arch}", "GPUs", "red", what, how)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.hardware.machine import control_groups, free_ram, ram_here, read_count, read_meminfo, read_text
 from tightfit.hardware.probes.readings import GIB, MIB, find_json, number
-from tightfit.hardware.probes.tools import Silent, run
+from tightfit.hardware.probes.tools import Silent, run_child
 from tightfit.messages import Listing, Message, Said
 
 _LITTLE_RAM = 0.1
@@ -111,7 +110,6 @@ def _limit_rows(root: Path) -> Iterator[Check]:
 
 # --- the disk that the run would be kept on, and the NVMe drives --------------------------------
 
-_CHILD = Path(__file__).with_name("disk_speed.py")
 _LITTLE_DISK = 20 * GIB
 _NO_DISK = GIB
 _SLOW_DISK = 100e6
@@ -132,8 +130,8 @@ def measure_disk(folder: Path) -> MeasuredDisk:
     """Room and speed of the disk of a folder, which need not exist yet. It takes a second at most."""
     whole = Path(os.path.abspath(folder))
     try:
-        child = [sys.executable, "-IS", str(_CHILD), str(whole)]
-        tree = find_json(run(Message("doctor.the-disk"), child, timeout_s=_PATIENCE_S))
+        disk = Message("doctor.the-disk")
+        tree = find_json(run_child(disk, "disk", str(whole), timeout_s=_PATIENCE_S, flags=("-IS",)))
     except Silent as silence:
         return MeasuredDisk(folder=whole, problem=silence.said)
     if not isinstance(tree, dict):

@@ -222,15 +222,11 @@ _SAME_ENOUGH = (10, 11, 12)
 """Major releases of CUDA whose minor ones DeepSpeed's builder takes for each other."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Toolkit:
-    """The compilers that were found. None: not there, or silent."""
-
-    cxx: str | None = None
-    nvcc: str | None = None
+Compilers = tuple[str | None, str | None]
+"""The C++ compiler and the version of nvcc. None: not there, or silent."""
 
 
-def toolkit(env: Mapping[str, str]) -> Toolkit:
+def find_compilers(env: Mapping[str, str]) -> Compilers:
     """Ask the compilers for their versions."""
     compilers = (
         f"{name} {version}"
@@ -240,7 +236,7 @@ def toolkit(env: Mapping[str, str]) -> Toolkit:
     # The nvcc that a build would take: CUDA_HOME's before PATH's.
     home = Path(env.get("CUDA_HOME") or env.get("CUDA_PATH") or "/nowhere") / "bin/nvcc"
     nvcc = _ask_version("nvcc", r"release ([0-9]{1,2}\.[0-9]{1,2})", home if home.is_file() else None)
-    return Toolkit(cxx=next(compilers, None), nvcc=nvcc)
+    return next(compilers, None), nvcc
 
 
 def _ask_version(tool: str, pattern: str, place: Path | None = None) -> str | None:
@@ -248,15 +244,15 @@ def _ask_version(tool: str, pattern: str, place: Path | None = None) -> str | No
         text = ask(tool, "--version") if place is None else run(tool, [str(place), "--version"])
     except Silent:
         return None
-    found = re.search(pattern, text)
-    return found[1] if found else None
+    return found[1] if (found := re.search(pattern, text)) else None
 
 
 def building_rows(
-    found: Toolkit, build: TorchBuild | None, env: Mapping[str, str], cards: int, root: Path = Path("/")
+    compilers: Compilers, build: TorchBuild | None, env: Mapping[str, str], cards: int, root: Path = Path("/")
 ) -> Iterator[Check]:
+    cxx, nvcc = compilers
     parts: dict[Said, object] = {
-        Message("doctor.cxx"): found.cxx,
+        Message("doctor.cxx"): cxx,
         "ninja": shutil.which("ninja") or find_spec("ninja"),
         Message("doctor.python-headers"): (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
     }
@@ -265,7 +261,7 @@ def building_rows(
         commands = ("sudo apt install build-essential python3-dev", "pip install ninja")
         yield Check("compilers", "building", "yellow", what, fix, commands)
     else:
-        yield Check("compilers", "building", "green", Message("doctor.compilers", cxx=found.cxx))
+        yield Check("compilers", "building", "green", Message("doctor.compilers", cxx=cxx))
 
     # The toolkit against torch, as DeepSpeed's builder compares them.
     home = env.get("CUDA_HOME")
@@ -273,14 +269,14 @@ def building_rows(
         what, fix = Message("doctor.cuda-home", home=home), Message("doctor.cuda-home-fix")
         yield Check("cuda-home", "building", "yellow", what, fix, ("unset CUDA_HOME",))
     elif build is not None and build.cuda is not None:
-        wants, has = release(build.cuda)[:2], None if found.nvcc is None else release(found.nvcc)[:2]
+        wants, has = release(build.cuda)[:2], None if nvcc is None else release(nvcc)[:2]
         if has is None:
             what, fix = Message("doctor.no-nvcc", cuda=build.cuda), Message("doctor.no-nvcc-fix", major=wants[0])
             yield Check("nvcc", "building", "yellow" if cards else "green", what, fix)
         elif has == wants or (has[0] == wants[0] and has[0] in _SAME_ENOUGH):
-            yield Check("nvcc", "building", "green", Message("doctor.nvcc", nvcc=found.nvcc, cuda=build.cuda))
+            yield Check("nvcc", "building", "green", Message("doctor.nvcc", nvcc=nvcc, cuda=build.cuda))
         else:
-            what = Message("doctor.other-nvcc", nvcc=found.nvcc, cuda=build.cuda)
+            what = Message("doctor.other-nvcc", nvcc=nvcc, cuda=build.cuda)
             fix = Message("doctor.other-nvcc-fix", cuda=f"{wants[0]}.{wants[1]}")
             yield Check("nvcc", "building", "yellow", what, fix)
 
@@ -315,8 +311,5 @@ def _hip_rows(torch: str, hip: str, root: Path) -> Iterator[Check]:
         same = release(rocm[0])[:2] == release(hip)[:2]
     else:
         return
-    what = Message("doctor.hip-toolkit", has=has, wants=wants)
-    if same:
-        yield Check("hip-toolkit", "building", "green", what)
-    else:
-        yield Check("hip-toolkit", "building", "yellow", what, Message("doctor.hip-toolkit-fix"))
+    what, fix = Message("doctor.hip-toolkit", has=has, wants=wants), Message("doctor.hip-toolkit-fix")
+    yield Check("hip-toolkit", "building", "green" if same else "yellow", what, None if same else fix)

@@ -1,5 +1,4 @@
-"""NVML and torch, which are libraries: a wedged driver would hold whoever calls them, so each is called in a process of
-its own, which prints one JSON object: the cards, by the names of `Card`'s fields.
+"""NVML and torch, which are libraries: a wedged driver would hold whoever calls them, so each is called by `child.py`.
 
 torch is the last resort, where no maker's tool is at hand. To import it takes seconds, so it is asked only where
 nothing else shows a card and its build has a use for one.
@@ -7,36 +6,18 @@ nothing else shows a card and its build has a use for one.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 from tightfit.hardware.probes.card import Card, CardProcess, Cards, Driver, read_card
 from tightfit.hardware.probes.readings import card_index, find_json, process_id, total, words
-from tightfit.hardware.probes.tools import HungTool, Silent, run
+from tightfit.hardware.probes.tools import HungTool, Silent, run_child
 from tightfit.messages import Message
 from tightfit.types import Vendor
 
-_NVML = Path(__file__).with_name("nvml_child.py")
 _HYGON = ("gfx926", "gfx928", "gfx936")
 """Architectures that no card of AMD has."""
-_TORCH = """
-import json, torch
-cards = []
-if torch.cuda.is_available():
-    for index in range(torch.cuda.device_count()):
-        known = torch.cuda.get_device_properties(index)
-        try:
-            free = torch.cuda.mem_get_info(index)[0]
-        except Exception:
-            free = None
-        arch = getattr(known, "gcnArchName", None) if torch.version.hip else f"sm_{known.major}{known.minor}"
-        sizes = {"total_bytes": known.total_memory, "free_bytes": free}
-        cards.append({"index": index, "name": known.name, "arch": arch, **sizes})
-print(json.dumps({"hip": torch.version.hip, "cards": cards}))
-"""
 
 
 def nvml(deadline: float, whole: bool) -> Cards:
@@ -44,7 +25,7 @@ def nvml(deadline: float, whole: bool) -> Cards:
     left = deadline - time.monotonic()
     try:
         if left > 0 and find_spec("pynvml") is not None:
-            return parse_library(run("NVML", [sys.executable, str(_NVML)], timeout_s=left))
+            return parse_library(run_child("NVML", "nvml", timeout_s=left))
     except HungTool:
         raise
     except (Silent, ImportError, ValueError):
@@ -58,7 +39,7 @@ def torch_cards(deadline: float) -> Cards:
     if left <= 0:
         return Cards()
     try:
-        return replace(parse_library(run("torch", [sys.executable, "-c", _TORCH], timeout_s=left)), tools=("torch",))
+        return replace(parse_library(run_child("torch", "torch", timeout_s=left)), tools=("torch",))
     except HungTool:
         return Cards(problems=(Message("machine.torch-too-slow"),))
     except Silent as silence:

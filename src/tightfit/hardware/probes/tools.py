@@ -11,9 +11,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from tightfit.messages import Message, Said
@@ -22,6 +24,7 @@ TIMEOUT_S = 2.0
 FORGIVE_S = 60.0
 _MOST_OUTPUT = 8 * 2**20
 _LAST_WAIT_S = 0.2
+_CHILD = Path(__file__).parents[1] / "child.py"
 
 BESIDE_PATH: dict[str, tuple[str, ...]] = {
     "nvidia-smi": ("/usr/lib/wsl/lib/nvidia-smi",),
@@ -76,6 +79,11 @@ def ask_by(deadline: float, tool: str, *arguments: str) -> str:
     if left <= 0:
         raise HungTool(Message("machine.tool-slow", tool=tool))
     return ask(tool, *arguments, timeout_s=left)
+
+
+def run_child(name: Said, *arguments: str, timeout_s: float, flags: tuple[str, ...] = ()) -> str:
+    """What `child.py` prints to a question that may hang."""
+    return run(name, [sys.executable, *flags, str(_CHILD), *arguments], timeout_s)
 
 
 def run(name: Said, command: list[str], timeout_s: float | None = None) -> str:

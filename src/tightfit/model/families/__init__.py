@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tightfit.inputs.spelling import shown
 from tightfit.messages import Message
@@ -11,24 +11,16 @@ from tightfit.model.families import gpt, llama_like, mamba
 from tightfit.model.families.reader import MAX_PARAMETERS, ConfigReader, NotByName, did_you_mean
 from tightfit.types import ModelError, ModelShape
 
-__all__ = ["FAMILIES", "ConfigReader", "Family", "NotByName", "did_you_mean", "read"]
+__all__ = ["FAMILIES", "ConfigReader", "NotByName", "did_you_mean", "read"]
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How to read one `model_type`."""
-
-    shape: Callable[[ConfigReader], ModelShape]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-
-
-FAMILIES: Mapping[str, Family] = {
-    **{name: Family(llama_like.shape, llama_like.ALIASES.get(name, {})) for name in llama_like.VARIANTS},
-    "gpt2": Family(gpt.gpt2, gpt.GPT2_ALIASES),
-    "gpt_neox": Family(gpt.gpt_neox),
-    "mamba": Family(mamba.shape),
-    "falcon_mamba": Family(mamba.shape),
-    "mamba2": Family(mamba.shape2),
+FAMILIES: Mapping[str, Callable[[ConfigReader], ModelShape]] = {
+    **dict.fromkeys(llama_like.VARIANTS, llama_like.shape),
+    "gpt2": gpt.gpt2,
+    "gpt_neox": gpt.gpt_neox,
+    "mamba": mamba.shape,
+    "falcon_mamba": mamba.shape,
+    "mamba2": mamba.shape2,
 }
 
 _GEMMA3_TEXT_SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
@@ -55,10 +47,9 @@ def read(config: Mapping[str, object], model: str) -> tuple[ModelShape, ConfigRe
         raise NotByName(model, Message("model.a-type", model_type=shown(model_type), hint=hint))
     if config.get("per_layer_config") is not None:
         raise NotByName(model, Message("model.layers-that-differ"))
-    family = FAMILIES[model_type]
-    reader = ConfigReader(config, model=model, model_type=model_type, aliases=family.aliases)
+    reader = ConfigReader(config, model=model, model_type=model_type)
     reader.has("model_type")
-    shape = family.shape(reader)
+    shape = FAMILIES[model_type](reader)
     if shape.parameters > MAX_PARAMETERS:
         raise reader.fail("model.too-many-parameters", parameters=shape.parameters, max_parameters=MAX_PARAMETERS)
     return shape, reader

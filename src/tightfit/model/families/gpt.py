@@ -13,13 +13,6 @@ from tightfit.model.families.parts import assemble, linear, norm, read_layers, r
 from tightfit.model.families.reader import MAX_HEADS, MAX_LAYERS, ConfigReader, NotByName
 from tightfit.types import Attention, Block, Mlp, ModelShape, Tensor
 
-GPT2_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-
 
 def gpt2(config: ConfigReader) -> ModelShape:
     config.require("n_embd", "n_layer", "n_head", "vocab_size")

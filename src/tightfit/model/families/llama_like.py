@@ -209,11 +209,6 @@ VARIANTS: Mapping[str, LlamaVariant] = {
     ),
 }
 
-ALIASES: Mapping[str, Mapping[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-}
-
 
 def shape(config: ConfigReader) -> ModelShape:
     """The model of any type in VARIANTS."""

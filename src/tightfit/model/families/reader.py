@@ -51,15 +51,25 @@ def did_you_mean(word: object, known: Iterable[str]) -> Message | str:
     return Message("model.did-you-mean", close=close) if close else ""
 
 
-class ConfigReader:
-    """A config with readers. `aliases` are names that transformers maps onto the real one; they win, as there."""
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+}
+"""By `model_type`: names that transformers maps onto the real one. They win, as there."""
 
-    def __init__(
-        self, config: Mapping[str, object], *, model: str, model_type: str, aliases: Mapping[str, str] | None = None
-    ) -> None:
-        self.model = model
-        self.model_type = model_type
-        self.aliases = dict(aliases or {})
+
+class ConfigReader:
+    """A config with readers."""
+
+    def __init__(self, config: Mapping[str, object], *, model: str, model_type: str) -> None:
+        self.model, self.model_type = model, model_type
+        self.aliases = ALIASES.get(model_type, {})
         self.asked: set[str] = set()
         self._values = dict(config)
         for alias, real in self.aliases.items():
