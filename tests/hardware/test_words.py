@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tightfit.hardware.catalogue import ALIASES, CARDS, GIB, MIB, native_bf16
+from tightfit.hardware.catalogue import CARDS, GIB, MIB, native_bf16
 from tightfit.hardware.words import parse_hardware, parse_size, recognise
 from tightfit.types import HardwareError
 
@@ -263,10 +263,12 @@ def test_every_device_name_can_be_written_back() -> None:
 
 
 def test_every_alias_leads_to_a_card() -> None:
-    for alias, (family, size, _) in ALIASES.items():
+    named = [(alias, card) for card in CARDS for alias in card.aliases]
+    assert len(named) > 10
+    for alias, card in named:
         hardware = parse_hardware(alias)
-        assert hardware.gpu.name.startswith(family)
-        assert size is None or hardware.gpu.memory_bytes == pytest.approx(size * GIB, rel=0.06)
+        assert hardware.gpu.name.startswith(card.family)
+        assert hardware.gpu.memory_bytes == pytest.approx(card.size_gib * GIB, rel=0.06)
 
 
 def test_geforce_rates_are_those_that_nvidia_prints() -> None:

@@ -32,6 +32,8 @@ class CatalogueCard:
     """GPUs that the driver shows for one card: 2 for MI250's two dies, each with its own memory."""
     gpu: Gpu
     """One device of it."""
+    aliases: tuple[str, ...]
+    """Names that the words of its family do not explain, most of them a driver's."""
 
 
 def native_bf16(arch: str | None) -> bool | None:
@@ -56,7 +58,7 @@ def _read_cards(text: str) -> Iterator[CatalogueCard]:
             vendor, arch = cast(tuple[Vendor, str], line.strip("[]").split())
         elif line and not line.startswith("#"):
             cells: list[Any] = ["" if cell == "-" else cell for cell in re.split(" {2,}", line)]
-            family, size, mib, rate, gb_s, link, form = cells + [""] * (7 - len(cells))
+            family, size, mib, rate, gb_s, link, form, *aliases = cells + [""] * (7 - len(cells))
             devices, gib = map(int, f"1x{size}".split("x")[-2:])
             link, _, width = link.partition(":")
             link_gb_s = _PCIE_LANE_GB_S[link] * int(width or 16) if link in _PCIE_LANE_GB_S else float(width or 0)
@@ -73,7 +75,8 @@ def _read_cards(text: str) -> Iterator[CatalogueCard]:
                 link=link or None,
                 link_bytes_per_s=link_gb_s * 1e9 or None,
             )
-            yield CatalogueCard(family=family, size_gib=devices * gib, form=form, devices=devices, gpu=gpu)
+            names = {"family": family, "form": form, "aliases": tuple(aliases)}
+            yield CatalogueCard(**names, size_gib=devices * gib, devices=devices, gpu=gpu)
 
 
 def _read_tflops(cell: str) -> float | None:
@@ -97,18 +100,3 @@ def _name_cards(cards: list[CatalogueCard]) -> Iterator[CatalogueCard]:
 
 CARDS = tuple(_name_cards([*_read_cards(Path(__file__).with_name("cards.txt").read_text(encoding="utf-8"))]))
 """In the order in which `tightfit gpus` lists them."""
-
-ALIASES: dict[str, tuple[str, int | None, str | None]] = {
-    "NVIDIA GH200 480GB": ("GH200", 96, None),  # the 480 GB are its processor's
-    "NVIDIA GH200 120GB": ("GH200", 96, None),
-    "NVIDIA GH200 144G HBM3e": ("GH200", 144, None),
-    "NVIDIA H100 80GB HBM3": ("H100", 80, "SXM"),
-    "NVIDIA H20-3e": ("H20", 141, None),
-    "RTX 8000": ("Quadro RTX 8000", None, None),
-    "RTX TITAN": ("TITAN RTX", None, None),
-    "AMD Instinct MI250X / MI250": ("MI250", 64, None),  # the driver does not know which
-    "W7900": ("PRO W7900", None, None),
-    "BW": ("BW1000", None, None),
-    "BW200, UBB BW1000": ("BW1000", None, None),
-}
-"""Names that the words of a family do not explain, most of them a driver's: family, size, form."""

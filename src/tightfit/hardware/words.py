@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
 
-from tightfit.hardware.catalogue import ALIASES, CARDS, GIB, MIB, CatalogueCard
+from tightfit.hardware.catalogue import CARDS, GIB, MIB, CatalogueCard
 from tightfit.messages import Choice, Listing, Message, Said
 from tightfit.types import Gpu, Hardware, HardwareError
 
@@ -207,8 +207,8 @@ def _families() -> dict[str, list[CatalogueCard]]:
 
 
 @cache
-def _aliases() -> dict[str, tuple[str, int | None, str | None]]:
-    return {_key(alias): target for alias, target in ALIASES.items()}
+def _aliases() -> dict[str, CatalogueCard]:
+    return {_key(alias): card for card in CARDS for alias in card.aliases}
 
 
 def _is_card(word: str) -> bool:
@@ -219,9 +219,8 @@ def _is_card(word: str) -> bool:
 def _take_apart(word: str) -> _Name:
     """Size and form out of a name; what is left, without the maker and other trimmings, is its key."""
     whole = _key(word)
-    if whole in _aliases():
-        family, size, form = _aliases()[whole]
-        return _Name(_key(family), size, form)
+    if card := _aliases().get(whole):
+        return _Name(_key(card.family), card.size_gib, card.form or None)
     if whole in _families():
         return _Name(whole, None, None)
     size_gib: float | None = None

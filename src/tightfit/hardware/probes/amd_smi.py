@@ -12,17 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from tightfit.hardware.probes import readings
 from tightfit.hardware.probes.card import Card, CardProcess, Cards, read_card
-from tightfit.hardware.probes.readings import (
-    MOST_CARDS,
-    card_index,
-    celsius,
-    find_json,
-    pci_address,
-    process_id,
-    split_lines,
-    total,
-)
 from tightfit.hardware.probes.tools import Silent, ask_by
 from tightfit.messages import Message
 
@@ -54,14 +45,14 @@ def parse_cards(*texts: str) -> tuple[Card, ...]:
         memory, heat, asic = (_branch(tree, name) for name in ("mem_usage", "temperature", "asic"))
         fields = {
             "name": asic.get("market_name"),
-            "pci": pci_address(_branch(tree, "bus").get("bdf")) or tree.get("bdf"),
+            "pci": readings.pci_address(_branch(tree, "bus").get("bdf")) or tree.get("bdf"),
             "uuid": tree.get("uuid"),
             "arch": asic.get("target_graphics_version"),
             "total_bytes": memory.get("total_vram"),
             "used_bytes": memory.get("used_vram"),
             "free_bytes": memory.get("free_vram"),
             "use_percent": _branch(tree, "usage").get("gfx_activity"),
-            "temperature_c": celsius(heat.get("edge")) or heat.get("hotspot"),
+            "temperature_c": readings.celsius(heat.get("edge")) or heat.get("hotspot"),
             "power_w": _branch(tree, "power").get("socket_power"),
         }
         listed = tree.get("process_list")
@@ -75,9 +66,9 @@ def _read_processes(listed: list[object]) -> tuple[CardProcess, ...]:
     for entry in listed:
         outer = _lower_keys(entry)
         told = _branch(outer, "process_info") or outer
-        pid = process_id(told.get("pid"))
+        pid = readings.process_id(told.get("pid"))
         if pid is not None:
-            held = total(_branch(told, "memory_usage").get("vram_mem") or told.get("mem"), "B")
+            held = readings.total(_branch(told, "memory_usage").get("vram_mem") or told.get("mem"), "B")
             found.setdefault(pid, CardProcess(pid=pid, held_bytes=held))
     return tuple(found.values())
 
@@ -87,13 +78,13 @@ def _read_processes(listed: list[object]) -> tuple[CardProcess, ...]:
 
 def _trees(text: str) -> dict[int, Tree]:
     """Card number → what is told of it, keys in lower case."""
-    read = find_json(text)
+    read = readings.find_json(text)
     if isinstance(read, dict):
         wrapped = read.get("gpu_data")
         read = wrapped if isinstance(wrapped, list) else [read]
     entries = read if isinstance(read, list) else _parse_indented(text)
-    trees = [_lower_keys(entry) for entry in reversed(entries[:MOST_CARDS])]
-    return {index: tree for tree in trees if (index := card_index(tree.get("gpu"))) is not None}
+    trees = [_lower_keys(entry) for entry in reversed(entries[: readings.MOST_CARDS])]
+    return {index: tree for tree in trees if (index := readings.card_index(tree.get("gpu"))) is not None}
 
 
 def _parse_indented(text: str) -> list[object]:
@@ -101,7 +92,7 @@ def _parse_indented(text: str) -> list[object]:
     cards: list[object] = []
     card: dict[str, object] = {}
     group: dict[str, object] = {}
-    for line, whole in split_lines(text):
+    for line, whole in readings.split_lines(text):
         if not whole:
             continue
         if head := _HEAD.fullmatch(line.rstrip()):

@@ -84,9 +84,7 @@ def process_id(value: object) -> int | None:
 
 def pci_address(value: object) -> str | None:
     """`00000000:09:00.0`, `0000:09:00.0` and `09:00.0` are one card; unknown: None."""
-    if not isinstance(value, str):
-        return None
-    found = _PCI.fullmatch(value.strip().lower())
+    found = _PCI.fullmatch(value.strip().lower()) if isinstance(value, str) else None
     if found is None:
         return None
     domain = (found[1] or "0000").lstrip("0").rjust(4, "0")

@@ -18,18 +18,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tightfit.hardware.probes import readings
 from tightfit.hardware.probes.card import Card, CardProcess, Cards, read_card
-from tightfit.hardware.probes.readings import (
-    MOST_CARDS,
-    celsius,
-    find_json,
-    number,
-    pci_address,
-    process_id,
-    size,
-    split_lines,
-    words,
-)
 from tightfit.hardware.probes.tools import HungTool, Silent, ask_by
 from tightfit.hardware.words import recognise
 from tightfit.messages import Message
@@ -120,15 +110,15 @@ def _make_card(index: int, values: Mapping[str, object], vendor: Vendor) -> Card
     sizes: dict[str, int | None] = {}
     for key, value in values.items():
         if found := _SIZE.fullmatch(key):
-            sizes.setdefault(_SIZES[found[1]], size(value, found[2]))
+            sizes.setdefault(_SIZES[found[1]], readings.size(value, found[2]))
         elif field := next((field for field, pattern in _KEYS.items() if re.fullmatch(pattern, key)), None):
             told.setdefault(field, value)
     # A name that the catalogue knows before one that it does not; numbers such as 0x6210 are no names.
-    names = [name for key in _NAMES if (name := words(values.get(key))) and not name.lower().startswith("0x")]
+    names = [name for key in _NAMES if (name := readings.words(values.get(key))) and not name.lower().startswith("0x")]
     known = [name for name in names if recognise(name, sizes.get("total_bytes") or None)[0] is not None]
-    heat = (celsius(values.get(f"temperature (sensor {sensor}) (c)")) for sensor in _SENSORS)
+    heat = (readings.celsius(values.get(f"temperature (sensor {sensor}) (c)")) for sensor in _SENSORS)
     told |= {"name": next(iter((*known, *names)), None), "temperature_c": next(filter(None, heat), None)}
-    told["uuid"] = re.sub("^0x", "GPU-", words(values.get("unique id")) or "")
+    told["uuid"] = re.sub("^0x", "GPU-", readings.words(values.get("unique id")) or "")
     return read_card(index, vendor, told | sizes)
 
 
@@ -146,19 +136,19 @@ _COLUMNS = {"temp": "temperature (sensor edge) (c)", "avgpwr": "average graphics
 
 
 def _read_json(text: str) -> Rows:
-    tree = find_json(text)
+    tree = readings.find_json(text)
     rows: Rows = {}
     for name, card in tree.items() if isinstance(tree, dict) else ():
         found = _NUMBERED.fullmatch(str(name))
-        if found and isinstance(card, dict) and len(rows) < MOST_CARDS:
+        if found and isinstance(card, dict) and len(rows) < readings.MOST_CARDS:
             rows[int(found[1])] = {_key(key): value for key, value in card.items()}
     return rows
 
 
 def _read_lines(text: str) -> Rows:
     rows: Rows = {}
-    for line, whole in split_lines(text):
-        if (found := _LINE.fullmatch(line.strip())) and len(rows) < MOST_CARDS:
+    for line, whole in readings.split_lines(text):
+        if (found := _LINE.fullmatch(line.strip())) and len(rows) < readings.MOST_CARDS:
             values = rows.setdefault(int(found[1]), {})
             if whole:
                 values.setdefault(_key(found[2]), found[3])
@@ -168,18 +158,19 @@ def _read_lines(text: str) -> Rows:
 def _read_csv(text: str) -> Rows:
     rows: Rows = {}
     header: list[str] = []
-    for line, whole in split_lines(text):
+    for line, whole in readings.split_lines(text):
         try:
             cells = [cell.strip() for cell in next(csv.reader([line.strip()], strict=True), [])]
         except csv.Error:
             continue
         if len(cells) > 1 and cells[0].lower() == "device":
             header = [_key(cell) for cell in cells] if all(_HEADING.fullmatch(cell) for cell in cells) else []
-        elif header and cells and (found := _NUMBERED.fullmatch(cells[0])) and len(rows) < MOST_CARDS:
+        elif header and cells and (found := _NUMBERED.fullmatch(cells[0])) and len(rows) < readings.MOST_CARDS:
             values = rows.setdefault(int(found[1]), {})
             # Text where an amount belongs: a comma is missing, and cells stand under each other's headings.
-            amounts = [cell for heading, cell in zip(header, cells, strict=False) if heading.endswith(")")]
-            if len(cells) == len(header) and not any(words(cell) and number(cell) is None for cell in amounts):
+            pairs = zip(header, cells, strict=False)
+            amounts = [cell for heading, cell in pairs if heading.endswith(")") and readings.words(cell)]
+            if len(cells) == len(header) and all(readings.number(cell) is not None for cell in amounts):
                 values |= dict(zip(header[1:], cells[1:] if whole else [*cells[1:-1], None], strict=True))
     return rows
 
@@ -188,11 +179,11 @@ def _read_table(text: str) -> Rows:
     """The old table. Headers of two lines, and cells with blanks, leave the last two columns alone readable."""
     rows: Rows = {}
     header: list[str] = []
-    for line, whole in split_lines(text):
+    for line, whole in readings.split_lines(text):
         cells = line.replace("|", " ").split() if whole else []
         if len(cells) > 2 and cells[-2].upper() == "VRAM%" and re.fullmatch("(?:HCU|DCU|GPU)%", cells[-1].upper()):
             header = [cell.lower() for cell in cells]
-        elif header and len(cells) > 2 and re.fullmatch("[0-9]{1,4}", cells[0]) and len(rows) < MOST_CARDS:
+        elif header and len(cells) > 2 and re.fullmatch("[0-9]{1,4}", cells[0]) and len(rows) < readings.MOST_CARDS:
             values: dict[str, object] = {}
             if len(header) <= len(cells) <= len(header) + _MOST_BLANKS:
                 values |= {"vram%": cells[-2], f"{header[-1].removesuffix('%')} use (%)": cells[-1]}
@@ -225,22 +216,22 @@ def parse_processes(text: str) -> tuple[tuple[CardProcess, tuple[str, ...]], ...
     found: dict[int, tuple[CardProcess, tuple[str, ...]]] = {}
 
     def add(pid_text: str, held_bytes: int | None, buses: tuple[str, ...] = ()) -> None:
-        if (pid := process_id(pid_text)) is not None:
+        if (pid := readings.process_id(pid_text)) is not None:
             found.setdefault(pid, (CardProcess(pid=pid, held_bytes=held_bytes), buses))
 
-    tree = find_json(text)
+    tree = readings.find_json(text)
     system = tree.get("system") if isinstance(tree, dict) else None
     for key, value in system.items() if isinstance(system, dict) else ():
         if str(key).startswith("PID"):
             cells = value.split(",") if isinstance(value, str) else []
-            add(str(key).removeprefix("PID"), size(cells[-3].strip(), "B") if len(cells) == 5 else None)
+            add(str(key).removeprefix("PID"), readings.size(cells[-3].strip(), "B") if len(cells) == 5 else None)
     for pid_text, held_text in _TABLE_ROW.findall(text):
-        add(pid_text, size(held_text, "B"))
+        add(pid_text, readings.size(held_text, "B"))
     starts = [*_BLOCK.finditer(text)]
     for begin, end in zip(starts, [*(each.start() for each in starts[1:]), len(text)], strict=False):
         block = text[begin.end() : end]
         held, bus = _HELD.search(block), _BUS.search(block)
         told = re.findall(r"[0-9A-Fa-f:.]+", bus[1]) if bus else []
-        buses = tuple(address for word in told if (address := pci_address(word)) is not None)
-        add(begin[1], size(held[2], held[1]) if held else None, buses)
+        buses = tuple(address for word in told if (address := readings.pci_address(word)) is not None)
+        add(begin[1], readings.size(held[2], held[1]) if held else None, buses)
     return tuple(found.values())

@@ -97,13 +97,17 @@ class ConfigReader:
             if not self.has(key) or self._values[key] is None:
                 raise self.fail("model.missing-key", key=key, model_type=self.model_type)
 
-    def count(self, key: str, default: int, *, most: int | None = None) -> int:
-        """A whole number of at least 1; null is read as absent."""
-        return self._whole(key, default, least=1, most=MOST.get(key, MAX_SIZE) if most is None else most)
-
-    def index(self, key: str, default: int) -> int:
-        """A whole number of at least 0; null is read as absent."""
-        return self._whole(key, default, least=0, most=MAX_SIZE)
+    def count(self, key: str, default: int, *, least: int = 1, most: int | None = None) -> int:
+        """A whole number; null is read as absent."""
+        value: int | None = self._typed(key, int, "model.not-a-whole-number", None)
+        most = MOST.get(key, MAX_SIZE) if most is None else most
+        if value is None:
+            return default
+        if value < least:
+            raise self.fail("model.too-small", key=key, value=shown(value), least=least)
+        if value > most:
+            raise self.fail("model.too-large", key=key, value=shown(value), most=most)
+        return value
 
     def optional_count(self, key: str, default: int | None) -> int | None:
         """Like `count`, but null means none."""
@@ -168,16 +172,6 @@ class ConfigReader:
     def unasked(self) -> list[str]:
         """Keys that no reader wanted."""
         return sorted(str(key) for key in self._values if key not in self.asked and key not in self.aliases)
-
-    def _whole(self, key: str, default: int, *, least: int, most: int) -> int:
-        value: int | None = self._typed(key, int, "model.not-a-whole-number", None)
-        if value is None:
-            return default
-        if value < least:
-            raise self.fail("model.too-small", key=key, value=shown(value), least=least)
-        if value > most:
-            raise self.fail("model.too-large", key=key, value=shown(value), most=most)
-        return value
 
     def _get(self, key: str) -> object:
         self.asked.add(key)

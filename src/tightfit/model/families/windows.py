@@ -36,13 +36,13 @@ def by_place(slides: Callable[[int], bool]) -> Rule:
 
 def upper_layers(config: ConfigReader, layers: int) -> list[Window]:
     """qwen2, qwen3: the layers from `max_window_layers` up, if `use_sliding_window`."""
-    window, first = _window_if_used(config, 4096), config.index("max_window_layers", 28)
+    window, first = _window_if_used(config, 4096), config.count("max_window_layers", 28, least=0)
     return _read_types(config, layers, window, lambda i: i >= first)
 
 
 def even_lower_layers(config: ConfigReader, layers: int) -> list[Window]:
     """qwen2_moe: every other layer below `max_window_layers`, if `use_sliding_window`."""
-    window, last = _window_if_used(config, 4096), config.index("max_window_layers", 28)
+    window, last = _window_if_used(config, 4096), config.count("max_window_layers", 28, least=0)
     return _read_types(config, layers, window, lambda i: i % 2 == 0 and i < last)
 
 
