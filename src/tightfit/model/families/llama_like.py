@@ -55,34 +55,36 @@ class LlamaVariant:
     vocab: int = 32000
     positions: int = 2048
     tied: bool = False
-    qkv_bias: bool | str = "attention_bias"
-    """Always, never, or the name of the flag; `bias_default` is the flag's default."""
-    out_bias: bool | str = "attention_bias"
-    mlp_bias: bool | str = False
+    biases: tuple[bool | str, bool | str, bool | str] = ("attention_bias", "attention_bias", False)
+    """Of q, k and v, of the output and of the MLP: always, never, or by this flag, whose default is `bias_default`."""
     bias_default: bool = False
     activation_key: str = "hidden_act"
     activation: str = "silu"
     norm: NormKind = "rms"
     arrangement: Arrangement = "pre"
-    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     qk_norm: str | None = None
     """'head': one vector of head_dim; 'whole': one over the projection; 'each': a LayerNorm a head, if qk_layernorm."""
     fused: bool = False
     gated: bool = True
-    partial_rotary: float = 1.0
-    """Default of partial_rotary_factor, in the families that read it."""
+    partial_rotary: float | None = None
+    """Default of partial_rotary_factor; None: the family does not read it."""
     window: windows.Rule = windows.never
     skips_rotary: bool = False
     rotary_fp32: bool = False
     residual_scaled: bool = False
     embedding_scale: bool = False
-    attention_softcap: float | None = None
-    """Default of attn_logit_softcapping."""
-    final_softcap: float | None = None
-    reads_softcaps: bool = False
+    softcaps: bool | None = None
+    """Whether logits are capped where the config does not say; None: it is not asked."""
     mixture: Mixture | None = None
 
 
+_NORMS: Mapping[Arrangement, tuple[str, ...]] = {
+    "pre": ("input", "post_attention"),
+    "post": ("post_attention", "post_feedforward"),
+    "sandwich": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+    "parallel": ("input",),  # read by the mixer and the MLP
+}
+_FLAGS = ("attention_bias", "attention_bias", "mlp_bias")
 _GEMMA = LlamaVariant(
     heads=16,
     kv_heads=16,
@@ -101,35 +103,32 @@ _GEMMA2 = replace(
     heads_must_divide=True,
     activation_key="hidden_activation",
     arrangement="sandwich",
-    layer_norms=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
     window=windows.by_place(lambda i: i % 2 == 0),
-    attention_softcap=50.0,
-    final_softcap=30.0,
-    reads_softcaps=True,
+    softcaps=True,
 )
-_MISTRAL = LlamaVariant(kv_heads=8, positions=131_072, qkv_bias=False, out_bias=False, window=windows.every_layer(4096))
-_QWEN2 = LlamaVariant(kv_heads=32, positions=32_768, qkv_bias=True, out_bias=False, window=windows.upper_layers)
+_MISTRAL = LlamaVariant(kv_heads=8, positions=131_072, biases=(False, False, False), window=windows.every_layer(4096))
+_QWEN2 = LlamaVariant(kv_heads=32, positions=32_768, biases=(True, False, False), window=windows.upper_layers)
 _OLMO2 = LlamaVariant(
     norm="olmo",
     arrangement="post",
-    layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     qk_norm="whole",
     rotary_fp32=True,
 )
 
 VARIANTS: Mapping[str, LlamaVariant] = {
-    "llama": LlamaVariant(heads_must_divide=True, mlp_bias="mlp_bias"),
+    "llama": LlamaVariant(heads_must_divide=True, biases=_FLAGS),
     "mistral": _MISTRAL,
     "ministral": replace(_MISTRAL, window=windows.by_place(lambda i: True)),
     "ministral3": replace(_MISTRAL, head_dim=128, positions=262_144, window=windows.every_layer(None)),
     "qwen2": _QWEN2,
-    "qwen3": replace(_QWEN2, head_dim=128, qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head"),
-    "phi3": LlamaVariant(positions=4096, qkv_bias=False, out_bias=False, fused=True, window=windows.every_layer(None)),
+    "qwen3": replace(_QWEN2, head_dim=128, biases=LlamaVariant().biases, qk_norm="head"),
+    "phi3": LlamaVariant(
+        positions=4096,
+        biases=(False, False, False),
+        partial_rotary=1.0,
+        fused=True,
+        window=windows.every_layer(None),
+    ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -140,17 +139,16 @@ VARIANTS: Mapping[str, LlamaVariant] = {
         positions=131_072,
         qk_norm="head",
         window=windows.gemma3,
-        attention_softcap=None,
-        final_softcap=None,
+        softcaps=False,
     ),
-    "granite": LlamaVariant(mlp_bias="mlp_bias", embedding_scale=True, residual_scaled=True),
+    "granite": LlamaVariant(biases=_FLAGS, embedding_scale=True, residual_scaled=True),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, window=windows.by_place(lambda i: (i + 1) % 4 != 0)),
     "smollm3": LlamaVariant(
         kv_heads=4,
         positions=32_768,
         tied=True,
-        mlp_bias="mlp_bias",
+        biases=_FLAGS,
         window=windows.without_rope,
         skips_rotary=True,
     ),
@@ -158,9 +156,7 @@ VARIANTS: Mapping[str, LlamaVariant] = {
         kv_heads=2,
         positions=4096,
         tied=True,
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
+        biases=("use_bias", "use_bias", "use_bias"),
         bias_default=True,
         activation="gelu_pytorch_tanh",
         norm="layer",
@@ -171,8 +167,7 @@ VARIANTS: Mapping[str, LlamaVariant] = {
         kv_heads=32,
         head_dim_readable=False,
         positions=4096,
-        qkv_bias="use_qkv_bias",
-        out_bias=False,
+        biases=("use_qkv_bias", False, False),
         norm="layer",
         qk_norm="each",
         partial_rotary=0.25,
@@ -194,9 +189,8 @@ VARIANTS: Mapping[str, LlamaVariant] = {
         heads=16,
         kv_heads=16,
         positions=32_768,
-        qkv_bias="qkv_bias",
+        biases=("qkv_bias", False, False),
         bias_default=True,
-        out_bias=False,
         window=windows.even_lower_layers,
         mixture=Mixture(experts=60, top_k=4, inner=1408, shared_inner=5632),
     ),
@@ -221,11 +215,9 @@ def shape(config: ConfigReader) -> ModelShape:
     moe, moe_tensors, has_experts = _read_experts(config, variant.mixture, hidden, layers)
     window = variant.window(config, layers)
     rotary = windows.rotary_layers(config, layers) if variant.skips_rotary else [True] * layers
-    arrangement, layer_norms = variant.arrangement, variant.layer_norms
-    if config.model_type == "stablelm" and config.flag("use_parallel_residual", False):
-        # Mixer and MLP run side by side, and one norm is read with both.
-        arrangement, layer_norms = "parallel", ("input_layernorm",)
-    norms = [tensor for name in layer_norms for tensor in norm(name, hidden, variant.norm)]
+    is_parallel = config.model_type == "stablelm" and config.flag("use_parallel_residual", False)
+    arrangement = "parallel" if is_parallel else variant.arrangement
+    norms = [each for name in _NORMS[arrangement] for each in norm(f"{name}_layernorm", hidden, variant.norm)]
     kinds = list(zip(window, rotary, has_experts, strict=True))
     blocks = {
         (window, rotary, is_sparse): Block(
@@ -241,7 +233,7 @@ def shape(config: ConfigReader) -> ModelShape:
     positions = config.count("max_position_embeddings", variant.positions)
     every = [blocks[kind] for kind in kinds]
     assembled = assemble(config, every, hidden=hidden, vocab=variant.vocab, tied=variant.tied, positions=positions)
-    final_softcap = _softcap(config, variant, "final_logit_softcapping", variant.final_softcap)
+    final_softcap = _softcap(config, variant, "final_logit_softcapping")
     return replace(assembled, embedding_scale=variant.embedding_scale, final_softcap=final_softcap)
 
 
@@ -257,8 +249,8 @@ def _read_attention(config: ConfigReader, variant: LlamaVariant, hidden: int) ->
     config.check_multiple("num_attention_heads", heads, "num_key_value_heads", kv_heads, given)
     head_dim = head_dim or hidden // heads
     q_width, kv_width = heads * head_dim, kv_heads * head_dim
-    qkv_bias = _bias(config, variant, variant.qkv_bias)
-    out = linear("self_attn.o_proj", hidden, q_width, bias=_bias(config, variant, variant.out_bias))
+    qkv_bias = _bias(config, variant, 0)
+    out = linear("self_attn.o_proj", hidden, q_width, bias=_bias(config, variant, 1))
     if variant.fused:
         # phi3 registers the output projection first.
         tensors = out + linear("self_attn.qkv_proj", q_width + 2 * kv_width, hidden, bias=qkv_bias)
@@ -279,7 +271,7 @@ def _read_attention(config: ConfigReader, variant: LlamaVariant, hidden: int) ->
             names = [f"self_attn.{side}_layernorm.norms.{i}.weight" for i in range(count)]
             norms += [Tensor(name, (head_dim,)) for name in names]
     rotary_dim = None
-    if config.model_type in ("phi3", "stablelm"):
+    if variant.partial_rotary is not None:
         rotary_dim = rotary_width(config, head_dim, "partial_rotary_factor", variant.partial_rotary)
     mixer = Attention(
         heads=heads,
@@ -292,14 +284,13 @@ def _read_attention(config: ConfigReader, variant: LlamaVariant, hidden: int) ->
         qk_norm_whole=variant.qk_norm == "whole",
         fused_qkv=variant.fused,
         # gemma3's config has the field, but its attention never passes it on.
-        softcap=config.model_type == "gemma2"
-        and _softcap(config, variant, "attn_logit_softcapping", variant.attention_softcap),
+        softcap=config.model_type == "gemma2" and _softcap(config, variant, "attn_logit_softcapping"),
     )
     return mixer, tensors + norms
 
 
 def _read_mlp(config: ConfigReader, variant: LlamaVariant, hidden: int) -> tuple[Mlp, list[Tensor]]:
-    inner, bias = config.count("intermediate_size", 1), _bias(config, variant, variant.mlp_bias)
+    inner, bias = config.count("intermediate_size", 1), _bias(config, variant, 2)
     activation = config.activation(variant.activation_key, variant.activation)
     if config.model_type == "gemma" and activation == "gelu":
         # The first Gemma configs say gelu and mean its tanh form; transformers corrects them.
@@ -364,12 +355,13 @@ def _gated_mlp(prefix: str, hidden: int, inner: int, *, bias: bool = False) -> l
     ]
 
 
-def _bias(config: ConfigReader, variant: LlamaVariant, rule: bool | str) -> bool:
+def _bias(config: ConfigReader, variant: LlamaVariant, place: int) -> bool:
+    rule = variant.biases[place]
     return rule if isinstance(rule, bool) else config.flag(rule, variant.bias_default)
 
 
-def _softcap(config: ConfigReader, variant: LlamaVariant, key: str, default: float | None) -> bool:
+def _softcap(config: ConfigReader, variant: LlamaVariant, key: str) -> bool:
     """Whether a cap is on: null switches it off, absent leaves the family's default."""
-    if not variant.reads_softcaps or config.is_null(key):
+    if variant.softcaps is None or config.is_null(key):
         return False
-    return default is not None if not config.has(key) else config.number(key, 1.0) > 0
+    return config.number(key, 1.0) > 0 if config.has(key) else variant.softcaps
