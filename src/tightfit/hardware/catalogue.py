@@ -41,15 +41,11 @@ def native_bf16(arch: str | None) -> bool | None:
 
     A missing bf16 rate does not answer this: Hygon states no rates at all.
     """
-    if arch is None:
-        return None
-    if arch.startswith("sm_") and arch[3:].isdigit():
-        return int(arch[3:]) >= 80
-    if arch in {"gfx900", "gfx906"}:
-        return False
-    if arch in {"gfx908", "gfx90a", "gfx928", "gfx936", "gfx942", "gfx950"} or arch.startswith(("gfx11", "gfx12")):
+    if found := re.fullmatch("sm_([0-9]+)", arch or ""):
+        return int(found[1]) >= 80
+    if re.fullmatch("gfx(908|90a|928|936|942|950|1[12].*)", arch or ""):
         return True
-    return None
+    return False if arch in ("gfx900", "gfx906") else None
 
 
 def _read_cards(text: str) -> Iterator[CatalogueCard]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from tightfit.inputs.spelling import shown
@@ -39,32 +40,26 @@ def trace_config(config: Mapping[str, object], name: str, *, python: str = sys.e
         except subprocess.TimeoutExpired as error:
             raise ModelError(Message("model.trace-too-slow", name=shown(name), limit_s=LIMIT_S)) from error
         except OSError as error:
-            raise ModelError(
-                Message("model.trace-not-started", name=shown(name), python=python, reason=error.strerror or error)
-            ) from error
+            reason = error.strerror or error
+            problem = Message("model.trace-not-started", name=shown(name), python=python, reason=reason)
+            raise ModelError(problem) from error
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         printed = done.stderr.strip().splitlines()
         last = printed[-1] if printed else Message("model.no-message")
-        raise ModelError(
-            Message("model.trace-failed", name=shown(name), returncode=done.returncode, last=last)
-        ) from error
+        code = done.returncode
+        raise ModelError(Message("model.trace-failed", name=shown(name), returncode=code, last=last)) from error
     if "error" in answer:
         if answer["error"]["kind"] == "missing":
             raise ModelError(Message("model.trace-needs-torch", name=shown(name)))
         said = str(from_json(answer["error"]["message"]))
-        raise ModelError(
-            Message("model.not-traced", name=shown(name), said=said if len(said) <= 200 else said[:199] + "…")
-        )
+        said = said if len(said) <= 200 else said[:199] + "…"
+        raise ModelError(Message("model.not-traced", name=shown(name), said=said))
     norm: NormKind = "layer" if answer["norm"] == "layer" else "rms"
     blocks = tuple(
         Block(
-            mixer=Traced(
-                saved_bytes_per_token=kind["saved_bytes_per_token"],
-                forward_bytes_per_token=kind["forward_bytes_per_token"],
-                backward_bytes_per_token=kind["backward_bytes_per_token"],
-            ),
+            mixer=Traced(**{each.name: kind[each.name] for each in fields(Traced)}),
             mlp=None,
             norm=norm,
             arrangement="single",

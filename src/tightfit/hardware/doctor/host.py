@@ -6,6 +6,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,22 +27,16 @@ _SWAP_COMMANDS = (
 )
 
 
-def host_rows(cards: int, root: Path = Path("/")) -> list[Check]:
+def host_rows(cards: int, root: Path = Path("/")) -> Iterator[Check]:
     """`cards`: GPUs of this machine; `root`: where /proc, /sys and /dev are looked for."""
-    return [*_memory_rows(cards, root), *_limit_rows(root)]
-
-
-def _memory_rows(cards: int, root: Path) -> Iterator[Check]:
     (total, said), free = ram_here(root), free_ram(root)
     if total is None:
         yield Check("ram", "host", "yellow", Message("doctor.ram-unknown"), Message("doctor.ram-unknown-fix"))
     else:
         group = Message("doctor.ram-of-group") if said else None
         what = Message("doctor.ram", total=gib(total), group=group, free=None if free is None else gib(free))
-        if free is not None and free < _LITTLE_RAM * total:
-            yield Check("ram", "host", "yellow", what, Message("doctor.little-ram"))
-        else:
-            yield Check("ram", "host", "green", what)
+        fix = Message("doctor.little-ram") if free is not None and free < _LITTLE_RAM * total else None
+        yield Check("ram", "host", "yellow" if fix else "green", what, fix)
 
     swap, unused = read_meminfo(root, "SwapTotal"), read_meminfo(root, "SwapFree")
     if swap:
@@ -51,20 +46,16 @@ def _memory_rows(cards: int, root: Path) -> Iterator[Check]:
         yield Check("swap", "host", "green", Message("doctor.no-swap"), Message("doctor.no-swap-fix"), _SWAP_COMMANDS)
 
     # NCCL, and data loaders with workers, hand over through /dev/shm; a container has 64 MiB of it unless asked.
-    try:
+    with suppress(OSError):
         told = os.statvfs(root / "dev/shm")
-    except OSError:
-        return
-    size, left = told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
-    if min(size, left) >= _LITTLE_SHM:
-        yield Check("shm", "host", "green", Message("doctor.shm", size=gib(size), free=gib(left)))
-    else:
-        what, fix = Message("doctor.little-shm", size=gib(size), free=gib(left)), Message("doctor.little-shm-fix")
-        light: Light = "red" if size <= _DOCKER_SHM and cards > 1 else "yellow"
-        yield Check("shm", "host", light, what, fix, ("sudo mount -o remount,size=16G /dev/shm",))
+        size, left = told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+        if min(size, left) >= _LITTLE_SHM:
+            yield Check("shm", "host", "green", Message("doctor.shm", size=gib(size), free=gib(left)))
+        else:
+            what, fix = Message("doctor.little-shm", size=gib(size), free=gib(left)), Message("doctor.little-shm-fix")
+            light: Light = "red" if size <= _DOCKER_SHM and cards > 1 else "yellow"
+            yield Check("shm", "host", light, what, fix, ("sudo mount -o remount,size=16G /dev/shm",))
 
-
-def _limit_rows(root: Path) -> Iterator[Check]:
     # CUDA pins through its driver, beyond this limit; InfiniBand does not.
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY:
@@ -140,11 +131,8 @@ def measure_disk(folder: Path) -> MeasuredDisk:
     if isinstance(tree.get("problem"), str):
         return MeasuredDisk(folder=place, problem=str(tree["problem"]).lower())
     free, done, took = (number(tree.get(key)) for key in ("free", "bytes", "seconds"))
-    return MeasuredDisk(
-        folder=place,
-        free_bytes=None if free is None else int(free),
-        bytes_per_s=done / took if done and took else None,
-    )
+    speed = done / took if done and took else None
+    return MeasuredDisk(folder=place, free_bytes=None if free is None else int(free), bytes_per_s=speed)
 
 
 def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> Iterator[Check]:
@@ -154,21 +142,19 @@ def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> Iterator[Check]:
         yield Check("disk", "disk", "red", what, Message("doctor.disk-unwritable-fix"))
     else:
         kind = _file_system(found.folder, root)
-        what = Message("doctor.disk", folder=folder, free=gib(free), kind=kind)
+        what, fix = Message("doctor.disk", folder=folder, free=gib(free), kind=kind), None
         if free < _NO_DISK:
-            yield Check("disk", "disk", "red", what, Message("doctor.disk-full"))
+            fix = Message("doctor.disk-full")
         elif kind in ("tmpfs", "ramfs"):
-            yield Check("disk", "disk", "yellow", what, Message("doctor.disk-in-ram"))
+            fix = Message("doctor.disk-in-ram")
         elif free < _LITTLE_DISK:
-            yield Check("disk", "disk", "yellow", what, Message("doctor.disk-little"))
-        else:
-            yield Check("disk", "disk", "green", what)
+            fix = Message("doctor.disk-little")
+        light: Light = "red" if free < _NO_DISK else "yellow" if fix else "green"
+        yield Check("disk", "disk", light, what, fix)
     if found.bytes_per_s is not None:
         what = Message("doctor.disk-speed", folder=folder, speed=found.bytes_per_s / 1e6)
-        if found.bytes_per_s >= _SLOW_DISK:
-            yield Check("disk-speed", "disk", "green", what)
-        else:
-            yield Check("disk-speed", "disk", "yellow", what, Message("doctor.disk-slow"))
+        fix = Message("doctor.disk-slow") if found.bytes_per_s < _SLOW_DISK else None
+        yield Check("disk-speed", "disk", "yellow" if fix else "green", what, fix)
     drives = []
     for drive in sorted(root.glob("sys/block/nvme*n*")):
         if sectors := read_count(drive / "size"):
