@@ -142,7 +142,7 @@ def fill_own_share(scatter: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, whose first argument is filled with this rank's share of the second."""
     how = signature(scatter)
 
-    def scattered(*words: Any, **named: Any) -> Any:
+    def scatter_and_fill(*words: Any, **named: Any) -> Any:
         told = how.bind(*words, **named)
         output, given, *_ = told.args
         done = scatter(*words, **named)
@@ -154,7 +154,7 @@ def fill_own_share(scatter: Callable[..., Any]) -> Callable[..., Any]:
                 output.view(-1).copy_(share)
         return done
 
-    return scattered
+    return scatter_and_fill
 
 
 def cap(place: Place, cap_bytes: int) -> None:

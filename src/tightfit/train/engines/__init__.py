@@ -199,12 +199,12 @@ class Engine(ABC):
         """Weights and states were written from outside, as they were after `step` steps."""
 
     @abstractmethod
-    def _worked_on(self) -> tuple[Iterable[Tensor], int, str, float]:
+    def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         """The optimizer's fp32 copies or, without them, what it works on; how many elements this rank has of it, where,
         and how many would be its share."""
 
     def holdings(self) -> HeldHere:
-        worked_on, elements, optimizer_on, fair = self._worked_on()
+        worked_on, elements, optimizer_on, fair = self._weigh_optimizer()
         shards = list(outline(self.model, self._place.rank))
         resting = [(shard.parameter, getattr(shard.parameter, "ds_tensor", shard.parameter)) for shard in shards]
         return HeldHere(

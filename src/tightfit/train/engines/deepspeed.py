@@ -196,7 +196,7 @@ class DeepSpeed(Engine):
             kept[0].partition(kept)
             kept[0].all_gather(kept)
 
-    def _worked_on(self) -> tuple[Iterable[Tensor], int, str, float]:
+    def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         # The fp32 copies that this rank's optimizer works on, or what it works on instead.
         vectors = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat")
         worked_on = next(filter(None, (getattr(self._wrapper, name, None) for name in vectors)), None)

@@ -105,7 +105,7 @@ class Fsdp2(Engine):
             tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
             self._scaler.load_state_dict(tracked)
 
-    def _worked_on(self) -> tuple[Iterable[Tensor], int, str, float]:
+    def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         shards = self._trainable()
         # Whole rows are shared out: of few of them a rank has more than an even share.
         fair = sum(-(-shard.shape[0] // self._place.world) * (shard.numel // shard.shape[0]) for shard in shards)
