@@ -205,10 +205,6 @@ def freeze(model: Any, levers: Levers) -> None:
             frozen.requires_grad_(False)
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def audit(model: nn.Module, dtype: torch.dtype) -> tuple[Message, ...]:
     """Give each floating-point parameter the dtype that it should have; what was not so before."""
     changed: list[tuple[str, torch.dtype, torch.dtype]] = []
@@ -225,7 +221,7 @@ def audit(model: nn.Module, dtype: torch.dtype) -> tuple[Message, ...]:
                 module._buffers[leaf] = buffer.float()
                 changed.append((f"{prefix}.{leaf}".lstrip("."), torch.float64, torch.float32))
     return tuple(
-        Message("train.was-and-is", name=name, old=_word(old), new=_word(new))
+        Message("train.was-and-is", name=name, old=str(old).removeprefix("torch."), new=str(new).removeprefix("torch."))
         for name, old, new in changed
         if old != new
     )

@@ -93,8 +93,7 @@ class Scratch:
             config = config.get_text_config()
         std = float(getattr(config, "initializer_range", None) or DEFAULT_STD)
         self._rules = recorded | {
-            name: _adapter_rule(name, shape) or recorded.get(name) or habit(name, shape, std)
-            for name, shape in shapes.items()
+            name: choose_rule(name, shape, std, recorded.get(name)) for name, shape in shapes.items()
         }
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
@@ -206,17 +205,9 @@ def _rule(operator: str, *arguments: float) -> InitRule:
     return InitRule(((operator, arguments, {}),))
 
 
-def habit(name: str, shape: tuple[int, ...], std: float) -> InitRule:
-    """What the library does with tensors that no model's own initialisation speaks of."""
-    if name.endswith("bias"):
-        return _rule("zero_")
-    if len(shape) <= 1 and ("norm" in name.lower() or "ln_" in name or name.rpartition(".")[2] == "weight"):
-        return _rule("fill_", 1.0)
-    return _rule("normal_", 0.0, std)
-
-
-def _adapter_rule(name: str, shape: tuple[int, ...]) -> InitRule | None:
-    """PEFT's `reset_lora_parameters`: A kaiming-uniform with a = sqrt(5), B zero; the reverse for embeddings."""
+def choose_rule(name: str, shape: tuple[int, ...], std: float, recorded: InitRule | None) -> InitRule:
+    """Of adapters PEFT's `reset_lora_parameters`: A kaiming-uniform with a = sqrt(5), B zero; the reverse for
+    embeddings. Then what was noted, and what the library does with tensors that no model's own initialisation knows."""
     if ".lora_B." in name or ".lora_embedding_A." in name:
         return _rule("zero_")
     if ".lora_embedding_B." in name:
@@ -224,4 +215,10 @@ def _adapter_rule(name: str, shape: tuple[int, ...]) -> InitRule | None:
     if ".lora_A." in name:
         bound = 1 / math.sqrt(math.prod(shape[1:]))
         return _rule("uniform_", -bound, bound)
-    return None
+    if recorded is not None:
+        return recorded
+    if name.endswith("bias"):
+        return _rule("zero_")
+    if len(shape) <= 1 and ("norm" in name.lower() or "ln_" in name or name.rpartition(".")[2] == "weight"):
+        return _rule("fill_", 1.0)
+    return _rule("normal_", 0.0, std)
