@@ -19,7 +19,9 @@ THE_MACHINES = ("precision", "deepspeed_version")
 MACHINES = ("1x24GB", "2x8xA100-80GB", "4xRTX2080Ti", "8xK100-64GB", "8xMI300X")
 
 
-@pytest.mark.parametrize("gpus", MACHINES)
+@pytest.mark.parametrize(
+    "gpus", [pytest.param(gpus, marks=[pytest.mark.slow] if "2080" in gpus else []) for gpus in MACHINES]
+)
 def test_what_a_plan_chose_is_estimated_as_the_plan_says(gpus: str) -> None:
     compared = 0
     for model in PRESETS:

@@ -99,8 +99,7 @@ def test_documents_that_start_remember_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", ["chunked", "reference"])
-@pytest.mark.parametrize("softplus", [True, False])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("softplus", "packed"), [(True, False), (False, True)])
 def test_gradcheck(path: Path, softplus: bool, packed: bool) -> None:
     inputs = {name: tensor.double() for name, tensor in make(Shape(2, 3, 11, 3)).items()}
     if not softplus:  # which would have made them positive
