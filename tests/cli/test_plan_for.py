@@ -70,7 +70,7 @@ def check_preset(model: str, method: str, gpus: str, folder: Path) -> None:
 
 
 EACH = [(model, method) for model in MODELS for method in METHODS]
-QUICK = [each for number, each in enumerate(EACH) if number % 4 == 1]
+QUICK = [each for number, each in enumerate(EACH) if number % 4 == 3]
 """Each method, and every other model."""
 
 
