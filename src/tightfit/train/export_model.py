@@ -50,9 +50,7 @@ from tightfit.train.sources_hub import find_weights
 from tightfit.types import ConfigError, ModelError
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
-
 CHUNK_ELEMENTS = 2**24  # what is read, changed and written at a time
-
 NOT_BESIDE = ("config.json", "adapter_config.json", "model.safetensors.index.json", "adapter_model.safetensors")
 BESIDE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 

@@ -40,7 +40,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 LARGEST_HEADER = 100 * 2**20  # the library's own limit
-
 LENGTH_BYTES = 8
 READ_BYTES = 2**30  # Linux reads at most 2 GiB at once
 

@@ -45,7 +45,6 @@ from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
 SHARD_BYTES = 5 * 10**9  # Hugging Face's own limit for one file
-
 HOST_BYTES = 64 * 2**20  # how much of a tensor is moved to the host, and cast, at a time
 
 Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -68,10 +68,8 @@ from tightfit.train.data.tokens import Codec, Encoded, Encoder
 from tightfit.types import ConfigError
 
 VERSION = 1  # of the code that makes tokens: raised with every change of what a build writes
-
 MANIFEST = "manifest.json"
 INDEX_BLOCK = 65_536  # samples whose places are computed at a time
-
 PIECE_BYTES = 4 * 2**20
 ALONE_BYTES = 2**20  # below this, starting processes takes longer than the work
 MOST_PROCESSES = 16

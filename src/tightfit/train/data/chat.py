@@ -33,7 +33,6 @@ OPEN, CLOSE = "\ue0f0", "\ue0f1"
 """Private characters around what a template marks as generated. They never reach the tokenizer."""
 
 STAND_IN = "…"  # a user's turn where a template wants one and the chat has none
-
 DATE = "26 Jul 2024"
 
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError)

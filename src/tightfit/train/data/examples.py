@@ -59,7 +59,6 @@ ALPACA = Layout(kind="alpaca")
 SHAREGPT = Layout(kind="sharegpt")
 MESSAGES = Layout(kind="sharegpt", turns="messages", role="role", content="content")
 RECIPE = Layout(kind="recipe")
-
 BY_FORMAT = {"text": TEXT, "alpaca": ALPACA, "sharegpt": SHAREGPT, "messages": MESSAGES}
 
 
@@ -193,11 +192,9 @@ def layout_of_entry(entry: Mapping[str, Any], name: str) -> Layout:
 FileKind = Literal["text", "lines", "array"]
 
 SHIPPED_WORDS = {"shipped:text": "stories.txt", "shipped:dialogues": "dialogues.json"}
-
 TEXT_ENDINGS = (".txt", ".text", ".md")
 LINE_ENDINGS = (".jsonl", ".ndjson")
 INFO = "dataset_info.json"
-
 BLOCK_BYTES = 8 * 2**20
 LONGEST_ITEM = 2**26
 """Letters in one example of a JSON list. Without an end, a torn file would be read whole into memory."""

@@ -38,7 +38,6 @@ from tightfit.train.data.tokens import Encoded, Encoder, codec_of, load_tokenize
 from tightfit.types import ConfigError
 
 LOOKED_AT = 200  # examples that the summary counts
-
 ANY_VOCABULARY = 2**31
 
 

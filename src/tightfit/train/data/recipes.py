@@ -66,14 +66,11 @@ from tightfit.types import ConfigError
 Switch = Literal["on", "off", "shuffled"]
 
 SHIPPED_RECIPES = {"shipped:persona": "persona.yaml"}
-
 KEYS = ("source", "target", "sections", "ablations", "answers", "context_turns", "history_turns", "speaker")
 SECTION_KEYS = ("field", "role", "template", "budget_tokens", "drop")
 ALL_ON = "everything"
-
 FIELDS = ("profile", "traits", "scene", "history", "context")
 LOOK_BACK = 64  # talks among which one by other people is looked for
-
 TRIES = 24
 LAST = 10**9
 

@@ -28,22 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.messages import Message, Said
-from tightfit.train.data.cache import (
-    MANIFEST,
-    Progress,
-    Store,
-    Wanted,
-    build_store,
-    identify,
-    lock,
-    map_columns,
-    open_columns,
-    open_store,
-    put,
-    read_manifest,
-    stage,
-    write_manifest,
-)
+from tightfit.train.data import cache as on_disk
+from tightfit.train.data.cache import Progress, Store, Wanted
 from tightfit.train.data.order import permute
 from tightfit.train.data.recipes import resolve
 from tightfit.train.data.spec import GENERATED_SAMPLES, DataSpec, check_spec
@@ -54,7 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 IGNORED = -100  # the label of a token that does not count, as torch's cross entropy has it
-
 MULTIPLE = 8  # rows are padded to a multiple of this: what tensor cores like
 
 Ints = npt.NDArray[np.int64]
@@ -112,9 +97,9 @@ def prepare(spec: DataSpec, tokenizer: Any, cache: Path, progress: Progress) -> 
     check_spec(spec)
     if spec.is_generated:
         return
-    want = identify(spec, codec_of(tokenizer, spec.template), cache)
-    with lock(want.folder):
-        build_store(want, progress)
+    want = on_disk.identify(spec, codec_of(tokenizer, spec.template), cache)
+    with on_disk.lock(want.folder):
+        on_disk.build_store(want, progress)
         build_view(want)
 
 
@@ -122,7 +107,7 @@ def open_samples(spec: DataSpec, tokenizer: Any, cache: Path) -> Split:
     """The samples of a prepared data set; every rank maps the same files."""
     check_spec(spec)
     if not spec.is_generated:
-        return open_view(identify(spec, codec_of(tokenizer, spec.template), cache))
+        return open_view(on_disk.identify(spec, codec_of(tokenizer, spec.template), cache))
     count = min(spec.samples or GENERATED_SAMPLES, spec.max_samples or 2**62)
     held = 0
     if spec.evaluation_split and count > 1:
@@ -226,7 +211,6 @@ class GeneratedRows:
 # --- views ---------------------------------------------------------------------------------------
 
 BLOCK = 65_536  # documents that are looked at, and packed, together
-
 PARTS = ("train", "held")
 TRAIN, HELD, NEITHER = 0, 1, 2  # which of PARTS a document goes to
 
@@ -273,18 +257,18 @@ def view_key(want: Wanted) -> str:
 def build_view(want: Wanted) -> None:
     """Build the view unless it is there. Documents pass in blocks: their number does not matter to the memory."""
     folder, packing = want.folder / "views" / view_key(want), want.spec.packing
-    if (folder / MANIFEST).is_file():
+    if (folder / on_disk.MANIFEST).is_file():
         return
-    store = open_store(want.folder)
+    store = on_disk.open_store(want.folder)
     limits = [each for each in (want.spec.max_samples, want.source.limit if want.source else None) if each]
     count = min([len(store.lengths), *limits])
     side_of = _sides(store, count, want)
     made = {part: {"rows": 0, "documents": 0} for part in PARTS}
     left = 0
-    with stage(folder) as staging:
+    with on_disk.stage(folder) as staging:
         with ExitStack() as stack:
             names = ("documents", "lengths", "losses", *(("borders",) if packing else ()))
-            outs = [stack.enter_context(open_columns(staging, f"{part}.{{}}", names)) for part in PARTS]
+            outs = [stack.enter_context(on_disk.open_columns(staging, f"{part}.{{}}", names)) for part in PARTS]
             for first in range(0, count, BLOCK):
                 numbers = np.arange(first, min(first + BLOCK, count))
                 side = side_of(numbers)
@@ -296,18 +280,18 @@ def build_view(want: Wanted) -> None:
                     lengths, losses = store.lengths[documents], store.losses[documents]
                     if packing:
                         order, borders = pack(lengths, want.spec.sequence)
-                        put(out, borders=counts["documents"] + borders[:-1])
+                        on_disk.put(out, borders=counts["documents"] + borders[:-1])
                         documents = documents[order]
                         lengths, losses = (np.add.reduceat(each[order], borders[:-1]) for each in (lengths, losses))
-                    put(out, documents=documents, lengths=lengths, losses=losses)
+                    on_disk.put(out, documents=documents, lengths=lengths, losses=losses)
                     counts["rows"] += len(lengths)
                     counts["documents"] += len(documents)
             for out, counts in zip(outs, made.values(), strict=True):
                 if packing:
-                    put(out, borders=[counts["documents"]])
+                    on_disk.put(out, borders=[counts["documents"]])
         if not made["train"]["rows"]:
             raise ConfigError(Message("data.nothing-left-to-train", split=want.spec.evaluation_split))
-        write_manifest(staging, {**made, "left_out": left})
+        on_disk.write_manifest(staging, {**made, "left_out": left})
 
 
 def _sides(store: Store, count: int, want: Wanted) -> Callable[[Ints], npt.NDArray[np.uint8]]:
@@ -361,12 +345,12 @@ def pack(lengths: npt.NDArray[Any], room: int) -> tuple[Ints, Ints]:
 
 def open_view(want: Wanted) -> Split:
     """Both parts, mapped."""
-    store, key = open_store(want.folder), view_key(want)
+    store, key = on_disk.open_store(want.folder), view_key(want)
     folder = want.folder / "views" / key
-    values = read_manifest(folder)
+    values = on_disk.read_manifest(folder)
 
     def open_part(part: str) -> Samples:
-        found = map_columns(folder, f"{part}.{{}}", ("documents", "lengths", "losses"), ("borders",))
+        found = on_disk.map_columns(folder, f"{part}.{{}}", ("documents", "lengths", "losses"), ("borders",))
         return Samples(
             row=StoredRows(store=store, documents=found["documents"], borders=found["borders"]).row,
             lengths=found["lengths"],

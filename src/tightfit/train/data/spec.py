@@ -9,9 +9,7 @@ from tightfit.messages import Message
 from tightfit.types import ConfigError, Scan
 
 FORMATS = ("auto", "text", "alpaca", "sharegpt", "messages")
-
 SHIPPED_DIALOGUES = "shipped:dialogues"
-
 GENERATED_SAMPLES = 1024  # how many samples are made up where the job names no data and no number
 
 STATEFUL = (

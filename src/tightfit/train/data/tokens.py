@@ -23,7 +23,6 @@ from tightfit.train.data.examples import Example
 from tightfit.types import ConfigError, ModelError
 
 END, PAD, TURN_START, TURN_END = "<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
