@@ -14,7 +14,7 @@ from tightfit.runs import records
 from tightfit.runs.events import AttemptBegan, AttemptFailed, event_of
 from tightfit.runs.lines import line_of
 from tightfit.runs.records import AttemptRecord, Cause, Next, RunFolder, attempt_path, read_attempts, write_attempt
-from tightfit.runs.watching import RunEye, damaged
+from tightfit.runs.watching import RunEye, find_damaged
 
 CAUSE = Cause(
     id="killed",
@@ -175,7 +175,7 @@ def test_a_record_with_wrong_types_is_passed_over_and_named(tmp_path: Path, caps
     }  # fmt: skip
     for name, record in records.items():
         (run / name).write_text(json.dumps(record))
-    assert damaged(run) == ()
+    assert find_damaged(run) == ()
     for name, record in records.items():
         for place in places_in(record):
             for wrong in WRONG:
@@ -185,7 +185,7 @@ def test_a_record_with_wrong_types_is_passed_over_and_named(tmp_path: Path, caps
                 assert "Traceback" not in told.err
                 RunEye(run).look()
                 if wrong == [["deep"]] and place[-1] in ("engine", "state", "number", "pid", "exit_codes"):
-                    assert damaged(run) == (run / name,), place
+                    assert find_damaged(run) == (run / name,), place
                     assert f"{run / name} is damaged, and was passed over" in told.err
         (run / name).write_text(json.dumps(record))
 

@@ -30,7 +30,7 @@ from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, text
 from tightfit.owned import name_errors
 from tightfit.runs.cause import RunQuestion, of_run, rank_of
-from tightfit.runs.watching import damaged
+from tightfit.runs.watching import find_damaged
 from tightfit.types import ConfigError, UserError
 
 EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
@@ -138,7 +138,7 @@ def _question(args: argparse.Namespace, stack: ExitStack) -> RunQuestion:
             raise ConfigError(Message("cli.goes-config", name=name))
     if len(words) == 1 and words[0] != "-" and _is_folder(words[0]):
         question = of_run(Path(words[0]))
-        for record in damaged(Path(words[0])):
+        for record in find_damaged(Path(words[0])):
             print(f"tightfit: {text('cli.damaged-passed-over', record=record)}", file=sys.stderr)
     else:
         sources = tuple(_find_log(word, stack) for word in words)

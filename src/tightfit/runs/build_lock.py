@@ -38,9 +38,7 @@ def build_folder(environment: Mapping[str, str]) -> Path:
 
 def find_left_locks(environment: Mapping[str, str], *, ours_since: float | None = None) -> tuple[Path, ...]:
     """Locks that nobody holds, the oldest first; none where that cannot be seen.
-
-    `ours_since`: only those made from that moment on, by processes that have ended since: they need not be old.
-    """
+    `ours_since`: only those made from that moment on, by processes that have ended since: they need not be old."""
     if not (PROC / "self/fd").exists():
         return ()
     made, now = list[tuple[float, Path]](), time.time()
@@ -75,9 +73,7 @@ def find_left_locks(environment: Mapping[str, str], *, ours_since: float | None 
 
 def clear(environment: Mapping[str, str], since: float | None = None) -> list[Message]:
     """Remove the locks that nobody can hold any more, name those that another machine or user may; what is said.
-
-    `since`: only those that were made from that moment on.
-    """
+    `since`: only those that were made from that moment on."""
     ours = [path for path in find_left_locks(environment, ours_since=since or 0.0) if _can_be_seen(path)]
     others = [path for path in find_left_locks(environment, ours_since=since) if path not in ours]
     return [*([remove(ours)] if ours else []), *([describe(others)] if others else [])]

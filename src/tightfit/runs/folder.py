@@ -177,8 +177,7 @@ is the path of a checkpoint, or of a run's folder."""
 
 
 def check_folder(path: Path, *, overwrite: bool = False, resume: str = NONE, more: bool = False) -> None:
-    """Raise what would keep a run from this folder; write nothing. `more`: it asks for more than the finished run made
-    that may be there."""
+    """Raise what would keep a run from this folder; write nothing. `more`: more is asked than a finished one made."""
     if not path.exists():
         parent = next(place for place in path.parents if place.exists())
         if not parent.is_dir():
@@ -236,8 +235,7 @@ def _is_stranger(place: Path) -> bool:
 
 
 def goes_on(path: Path, resume: str, *, more: bool = False) -> int | None:
-    """The step from which a run in this folder would go on with what lies there; None: it would begin anew. `more`: it
-    asks for more than a finished one made."""
+    """The step from which a run would go on here; None: anew. `more`: it asks for more than a finished one made."""
     there = [step for folder in newest_first(path) if (step := step_of(folder)) is not None]
     if resume == NONE or not there:
         return None

@@ -41,7 +41,7 @@ _LOG = re.compile(r"(rank-\d+|launcher)\.log")
 _SIZES = re.compile(r"^(VmRSS|VmHWM):\s*(\d+)", re.MULTILINE)
 
 
-def damaged(run: Path) -> tuple[Path, ...]:
+def find_damaged(run: Path) -> tuple[Path, ...]:
     """The records of a run that are there and cannot be read: whoever passes them over names them."""
     folder = RunFolder(run)
     found = [folder.record] if folder.record.exists() and read_run(run) is None else []
@@ -194,7 +194,7 @@ class RunEye:
         with suppress(OSError):
             self.quiet_s = max(0.0, time.time() - run.events.stat().st_mtime)
         if self.record is None or self.worker is None or self._damaged != ():
-            self._damaged = damaged(self.folder)
+            self._damaged = find_damaged(self.folder)
         self.ranks = () if self.ended is not None else self._rank_eye.look()
         self.lines = (*((Message("runs.damaged", path=path), "yellow") for path in self._damaged or ()), *self._lines)
         return self

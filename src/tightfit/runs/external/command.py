@@ -104,7 +104,7 @@ class Command:
         return {name: value for name, _, value in pairs}
 
     @property
-    def words_shown(self) -> str:
+    def line(self) -> str:
         return " ".join(self.words)
 
     def with_flag(self, name: str, value: str) -> Command:

@@ -43,7 +43,6 @@ _JSON = (".json", ".hjson")
 _CONFIGS = re.compile(r"config|recipe|args|settings|hparams")
 _ACROSS_STAGES = ("kto", "ppo")
 """Stages of LLaMA-Factory whose loss compares the samples of one micro batch, or counts them otherwise."""
-_YES, _NO = ("true", "1", "yes"), ("false", "0", "no")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +129,7 @@ def read_training(command: Command) -> ExternalTraining:
         return made
     # from here, as the trainer looks for it, or from where the file lies that names it
     by = made.settings or made.accelerate
-    places: list[Path] = [Path(named).expanduser()]
-    places += [] if by is None else [by.path.parent / named]
+    places = [Path(named).expanduser(), *([] if by is None else [by.path.parent / named])]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         who = by.path.name if by is not None else Message("runs.the-command")

@@ -142,7 +142,7 @@ class TrainingScript:
         """Every name in the code, and none that stands only in a comment."""
         if self._tree is None:
             return frozenset(re.findall(r"[A-Za-z_]\w*", self.text))
-        return frozenset(name for node in ast.walk(self._tree) for name in _named(node))
+        return frozenset(name for node in ast.walk(self._tree) for name in _names_in(node))
 
     @cached_property
     def _tree(self) -> ast.Module | None:
@@ -171,7 +171,7 @@ def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
             yield str(name.value) if isinstance(name, ast.Constant) else "", value
 
 
-def _named(node: ast.AST) -> tuple[str, ...]:
+def _names_in(node: ast.AST) -> tuple[str, ...]:
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):

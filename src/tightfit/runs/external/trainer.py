@@ -94,7 +94,7 @@ class ExternalTrainer:
 
     @property
     def words(self) -> str:
-        return self.external.command.words_shown
+        return self.external.command.line
 
     @property
     def effective_batch(self) -> int | None:
@@ -315,7 +315,7 @@ class ExternalTrainer:
 
     def before_next(self, number: int, changed: tuple[Said, ...]) -> None:
         self._take()
-        self.say(text("external.attempt", number=number, command=self.external.command.words_shown))
+        self.say(text("external.attempt", number=number, command=self.external.command.line))
 
     def _take(self) -> None:
         assert self.following is not None, "a decision that is not to stop has made one"
