@@ -8,7 +8,8 @@ TREE is a copy (`git archive`), for it is written to. A mutant is kept as its li
 around it, so the same one is found again where the file was moved; one whose line was rewritten is `gone` and counts
 nowhere. A test that runs past its share of the processor's time has noticed as well.
 
-`benchmarks/mutants.jsonl` was drawn at commit 4585f7f with seed 19, 16 in each room.
+`benchmarks/mutants.jsonl` was drawn at commit 4585f7f with seed 19, 16 in each room; what has been rewritten since
+stands there as the same fault in the code of now.
 """
 
 from __future__ import annotations
