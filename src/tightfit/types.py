@@ -401,14 +401,7 @@ class Checkpointing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     rank: int = lever(
-        8,
-        "rank of the adapters (8)",
-        "adapters",
-        flag="lora_rank",
-        free=False,
-        least=1,
-        most=65_536,
-        also=("lora_r",),
+        8, "rank of the adapters (8)", "adapters", flag="lora_rank", free=False, least=1, most=65_536, also=("lora_r",)
     )
     targets: tuple[str, ...] | None = lever(
         None,

@@ -169,11 +169,7 @@ def _persistent(job: MemoryJob) -> Components:
     else:
         states = state_bytes(levers.optimizer, own, width, flat=False)
     frozen = share(weights.frozen_bytes - weights.scales_bytes, job.world) + weights.scales_bytes
-    return {
-        "weights": frozen + own * width,
-        "optimizer_states": states,
-        "temporaries": job.workspaces,
-    }
+    return {"weights": frozen + own * width, "optimizer_states": states, "temporaries": job.workspaces}
 
 
 def _own_grads(job: MemoryJob) -> int:

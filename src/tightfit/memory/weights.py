@@ -46,12 +46,7 @@ class Weights:
 
 @lru_cache(maxsize=512)
 def weights(
-    shape: ModelShape,
-    method: str,
-    lora: Lora | None,
-    precision: str,
-    frozen_layers: int,
-    trains: Trains = "all",
+    shape: ModelShape, method: str, lora: Lora | None, precision: str, frozen_layers: int, trains: Trains = "all"
 ) -> Weights:
     width, base_trains = WIDTH[precision], method == "full" and trains != "embeddings"
     trainable: list[int] = []

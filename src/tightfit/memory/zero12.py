@@ -160,11 +160,7 @@ def _leaving(job: MemoryJob, part: Partition, bucket: int) -> Components:
     """Each gradient of the partition is upcast for its norm before it leaves for the host."""
     weights, elements = job.weights, job.levers.buckets.reduce_bucket
     oversized = weights.largest_trainable if weights.largest_trainable > elements else 0
-    return {
-        "gradients": oversized * weights.trainable_width,
-        "buckets": bucket,
-        "temporaries": FP64 * part.largest,
-    }
+    return {"gradients": oversized * weights.trainable_width, "buckets": bucket, "temporaries": FP64 * part.largest}
 
 
 def _backward_to_the_embedding(job: MemoryJob, part: Partition, own_grads: int) -> Components:

@@ -133,11 +133,7 @@ def _forward(acts: Activations, whole: Gathered, width: int) -> Components:
         below = moment.kept - (acts.stream if moment.recomputes and not acts.host_kept else 0)
         if below + working + gathered > highest:
             highest = below + working + gathered
-            best = {
-                "activations": below + acts.shared,
-                "recompute": beside + working,
-                "gathered_weights": gathered,
-            }
+            best = {"activations": below + acts.shared, "recompute": beside + working, "gathered_weights": gathered}
     return best
 
 

@@ -78,12 +78,7 @@ def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware, bounds:
     )
 
 
-def largest_model(
-    job: Job,
-    hardware: Hardware,
-    names: Iterable[str] = tuple(PRESETS),
-    bounds: Bounds = FREE,
-) -> Limit:
+def largest_model(job: Job, hardware: Hardware, names: Iterable[str] = tuple(PRESETS), bounds: Bounds = FREE) -> Limit:
     """Of the presets, the one with the most parameters that fits."""
     shapes = sorted((load_model(name) for name in names), key=lambda shape: -shape.parameters)
     for shape in shapes:

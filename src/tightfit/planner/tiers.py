@@ -98,11 +98,7 @@ def plan_tier(
 
 
 def all_tiers(
-    job: Job,
-    shape: ModelShape,
-    hardware: Hardware,
-    explicit: frozenset[str],
-    calibration: Calibration | None = None,
+    job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str], calibration: Calibration | None = None
 ) -> list[Tiered]:
     """Every tier side by side."""
     bounds = Bounds(calibration=calibration, advice=False)
@@ -110,12 +106,7 @@ def all_tiers(
 
 
 def _plan_with(
-    tier: Tier,
-    job: Job,
-    shape: ModelShape,
-    hardware: Hardware,
-    explicit: frozenset[str],
-    bounds: Bounds,
+    tier: Tier, job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str], bounds: Bounds
 ) -> Tiered:
     try:
         changed, costs = apply_tier(tier, job, hardware, explicit)
