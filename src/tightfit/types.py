@@ -357,35 +357,16 @@ class Lever:
         return f"{self.block}.{self.name}" if self.block else self.name
 
 
-def lever(  # noqa: PLR0913 (what can be said of one)
-    default: Value,
-    help: str,  # noqa: A002
-    group: Group,
-    *,
-    flag: str = "",
-    free: bool = True,
-    kept: bool = False,
-    least: int | None = None,
-    most: int | None = None,
-    form: tuple[str, str, str] | None = None,
-    also: tuple[str, ...] = (),
-    deepspeed: str = "",
-) -> Value:
-    """A dataclass field that is a lever."""
-    about = Lever(
-        help=help,
-        group=group,
-        flag=flag,
-        free=free,
-        kept=kept,
-        least=least,
-        most=most,
-        form=form,
-        also=also,
-        deepspeed=deepspeed,
-    )
-    made: Value = field(default=default, metadata={"lever": about})
+def lever(default: Value, help: str, group: Group, **more: Any) -> Value:  # noqa: A002
+    """A dataclass field that is a lever; `more`: see `Lever`."""
+    made: Value = field(default=default, metadata={"lever": Lever(help=help, group=group, **more)})
     return made
+
+
+def buffer(default: Value, key: str, least: int, most: int | None = None) -> Value:
+    """A lever that is a number of DeepSpeed's, by its key there."""
+    about = f"DeepSpeed's {key}, in elements"
+    return lever(default, about, "DeepSpeed's buffers", least=least, most=most, deepspeed=key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,51 +406,12 @@ class Lora:
 class Buckets:
     """DeepSpeed's buffers and thresholds, in elements, with DeepSpeed's own defaults."""
 
-    reduce_bucket: int = lever(
-        500_000_000,
-        "DeepSpeed's reduce_bucket_size, in elements",
-        "DeepSpeed's buffers",
-        least=1,
-        most=100_000_000_000,
-        deepspeed="reduce_bucket_size",
-    )
-    allgather_bucket: int = lever(
-        500_000_000,
-        "DeepSpeed's allgather_bucket_size, in elements",
-        "DeepSpeed's buffers",
-        least=1,
-        most=100_000_000_000,
-        deepspeed="allgather_bucket_size",
-    )
-    prefetch_bucket: int = lever(
-        50_000_000,
-        "DeepSpeed's stage3_prefetch_bucket_size, in elements",
-        "DeepSpeed's buffers",
-        least=0,
-        most=100_000_000_000,
-        deepspeed="stage3_prefetch_bucket_size",
-    )
-    persistence_threshold: int = lever(
-        100_000,
-        "DeepSpeed's stage3_param_persistence_threshold, in elements",
-        "DeepSpeed's buffers",
-        least=0,
-        deepspeed="stage3_param_persistence_threshold",
-    )
-    max_live_parameters: int = lever(
-        1_000_000_000,
-        "DeepSpeed's stage3_max_live_parameters, in elements",
-        "DeepSpeed's buffers",
-        least=0,
-        deepspeed="stage3_max_live_parameters",
-    )
-    max_reuse_distance: int = lever(
-        1_000_000_000,
-        "DeepSpeed's stage3_max_reuse_distance, in elements",
-        "DeepSpeed's buffers",
-        least=0,
-        deepspeed="stage3_max_reuse_distance",
-    )
+    reduce_bucket: int = buffer(500_000_000, "reduce_bucket_size", 1, 100_000_000_000)
+    allgather_bucket: int = buffer(500_000_000, "allgather_bucket_size", 1, 100_000_000_000)
+    prefetch_bucket: int = buffer(50_000_000, "stage3_prefetch_bucket_size", 0, 100_000_000_000)
+    persistence_threshold: int = buffer(100_000, "stage3_param_persistence_threshold", 0)
+    max_live_parameters: int = buffer(1_000_000_000, "stage3_max_live_parameters", 0)
+    max_reuse_distance: int = buffer(1_000_000_000, "stage3_max_reuse_distance", 0)
     overlap_comm: bool | None = lever(
         None,
         "reduce gradients beside the backward pass, with a second bucket (on at stage 3 only)",

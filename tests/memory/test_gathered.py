@@ -340,7 +340,7 @@ def job_of(name: str) -> Any:
     from tightfit.memory.job import make_job
 
     each = scenario(name)
-    return make_job(shape_of(each), replace(levers_of(each), trains=each["trains"]), WORLD, None, 0)
+    return make_job(shape_of(each), replace(levers_of(each), trains=each["trains"]), WORLD, None)
 
 
 def replayed(name: str) -> dict[str, int]:

@@ -32,8 +32,7 @@ from tightfit.planner.calibration import (
     uncorrected_bytes,
 )
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.step_down import Shortfall
-from tightfit.planner.way_up import room_above, unused_share
+from tightfit.planner.step_down import Shortfall, room_above, unused_share
 from tightfit.runs.calibration import learn_from_failure, learned
 from tightfit.runs.events import Event, MemoryMark, event_of
 from tightfit.runs.records import worker_file

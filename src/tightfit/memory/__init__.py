@@ -6,6 +6,8 @@ what that engine allocates when, with the name of the buffer in its source; `doc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tightfit.memory import host, overhead, zero3, zero12
 from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import Components, MemoryJob, combine, make_job, worst
@@ -39,7 +41,7 @@ def estimate(
     `built_whole`: of a script that builds its model on the GPU by `from_config`, which holds more at the start.
     """
     gpu = hardware.gpu if hardware else None
-    job = make_job(shape, levers, world, gpu, overhead.CONTEXT_BYTES, built_whole=built_whole)
+    job = make_job(shape, levers, world, gpu, built_whole=built_whole)
     engine = ENGINES[levers.engine]
     components = {"init": engine.initialise(job), **engine.passes(job), "step": engine.step(job)}
     components["eval"] = _evaluation(job, components["step"])
@@ -53,32 +55,40 @@ def estimate(
         name: Phase(name, {part: parts[part] for part in DRAWN if parts.get(part)})
         for name, parts in components.items()
     }
-    peak_phase = max(TRAINING, key=lambda name: phases[name].total_bytes)
-    peak, init = phases[peak_phase].total_bytes, phases["init"].total_bytes
-    extra = overhead.beside(max(peak, init), world, gpu)
-    per_node = min(world, hardware.gpus_per_node if hardware else world)
     on_host = {name: Phase(name, parts) for name, parts in host.phases(job).items()}
+    nvme = host.nvme_bytes(job) if levers.stage == 3 else 0
+    on_gpu, of_host = sum_up(phases, on_host, world, hardware, nvme)
+    engine_says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
+    usable = (overhead.usable(gpu.memory_bytes, on_gpu.overhead),) if gpu else ()
+    because = (*overhead.reasons(phases, on_gpu.peak_phase, engine_says), *usable)
+    return Footprint(gpu=on_gpu, host=of_host, trainable_parameters=job.weights.trainable_numel, because=because)
+
+
+def sum_up(
+    gpu: Mapping[PhaseName, Phase],
+    on_host: Mapping[PhaseName, Phase],
+    world: int,
+    hardware: Hardware | None,
+    nvme_bytes: int,
+) -> tuple[GpuFootprint, HostFootprint]:
+    """What the phases of a rank come to, with its files on NVMe."""
+    peak_phase = max(TRAINING, key=lambda name: gpu[name].total_bytes)
+    peak, init = gpu[peak_phase].total_bytes, gpu["init"].total_bytes
+    extra = overhead.beside(max(peak, init), world, hardware.gpu if hardware else None)
+    ranks = min(world, hardware.gpus_per_node if hardware else world)
     per_rank = max(phase.total_bytes for phase in on_host.values())
-    return Footprint(
-        gpu=GpuFootprint(
-            phases=phases,
-            peak_phase=peak_phase,
-            peak_bytes=peak,
-            init_peak_bytes=init,
-            required_bytes=max(peak, init) + sum(extra.values()),
-            overhead=extra,
-        ),
-        host=HostFootprint(
-            phases=on_host,
-            peak_bytes_per_rank=per_rank,
-            peak_bytes_per_node=per_rank * per_node,
-            nvme_bytes_per_node=host.nvme_bytes(job) * per_node if levers.stage == 3 else 0,
-        ),
-        trainable_parameters=job.weights.trainable_numel,
-        because=(
-            *overhead.reasons(phases, peak_phase, zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()),
-            *((overhead.usable(gpu.memory_bytes, extra),) if gpu else ()),
-        ),
+    return GpuFootprint(
+        phases=gpu,
+        peak_phase=peak_phase,
+        peak_bytes=peak,
+        init_peak_bytes=init,
+        required_bytes=max(peak, init) + sum(extra.values()),
+        overhead=extra,
+    ), HostFootprint(
+        phases=on_host,
+        peak_bytes_per_rank=per_rank,
+        peak_bytes_per_node=per_rank * ranks,
+        nvme_bytes_per_node=nvme_bytes * ranks,
     )
 
 

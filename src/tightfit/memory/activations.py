@@ -91,21 +91,21 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
 def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
     head = head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied))
     recomputing = shape.n_layers if depth.layers is None else depth.layers
-    layers = _layers(shape, setting, recomputing, depth.offload, frozen)
+    kept, host_kept, below_top, stream, moments = _layers(shape, setting, recomputing, depth.offload, frozen)
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     top = costs[shape.pattern[-1]]
     masks = _masks(shape, setting)
     kept_masks = masks if recomputing > _lowest(setting, frozen) else 0
-    unmasked = masks - kept_masks
+    forward = top.forward_unsaved if recomputing >= shape.n_layers else top.forward
     return Activations(
-        kept=layers.kept,
-        host_kept=layers.host_kept,
+        kept=kept,
+        host_kept=host_kept,
         shared=_rotary_tables(shape, setting) + kept_masks,
-        below_top=layers.below_top,
-        forward=(top.forward_unsaved if recomputing >= shape.n_layers else top.forward) + layers.stream + unmasked,
-        evaluation=max(cost.forward_unsaved for cost in costs) + layers.stream + masks,
-        stream=layers.stream,
-        moments=layers.moments,
+        below_top=below_top,
+        forward=forward + stream + masks - kept_masks,
+        evaluation=max(cost.forward_unsaved for cost in costs) + stream + masks,
+        stream=stream,
+        moments=moments,
         head=head,
         setting=setting,
     )
@@ -147,22 +147,16 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int) -> Curve:
     )
 
 
-class _Layers(NamedTuple):
-    kept: int
-    host_kept: int
-    below_top: int
-    stream: int
-    moments: tuple[Moment, ...]
-
-
 def _lowest(setting: Setting, frozen: int) -> int:
     """The lowest layer with a backward pass."""
     return frozen if setting.trains_base else 0
 
 
 @lru_cache(maxsize=256)
-def _layers(shape: ModelShape, setting: Setting, recomputing: int, offload: bool, frozen: int) -> _Layers:
-    """What does not depend on the loss."""
+def _layers(
+    shape: ModelShape, setting: Setting, recomputing: int, offload: bool, frozen: int
+) -> tuple[int, int, int, int, tuple[Moment, ...]]:
+    """What does not depend on the loss: `kept`, `host_kept`, `below_top`, `stream` and `moments` of `Activations`."""
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     turns = [_recompute(cost) for cost in costs]
@@ -191,7 +185,7 @@ def _layers(shape: ModelShape, setting: Setting, recomputing: int, offload: bool
             own = stream
             moments.append(Moment(index, kept + own, *turn, cost, True))
         kept += own
-    return _Layers(kept, host_kept, kept - own, stream, tuple(reversed(moments)))
+    return kept, host_kept, kept - own, stream, tuple(reversed(moments))
 
 
 def _recompute(cost: LayerCost) -> tuple[int, int]:

@@ -26,17 +26,15 @@ class Peak(NamedTuple):
     recompute: int
     """What the layer at work holds: its activations, recomputed or kept, and their gradients."""
     gradients: int
-    buckets: int
-    gathered: int
+    buckets: int = 0
+    gathered_weights: int = 0
 
-    @property
-    def total(self) -> int:
-        return self.activations + self.recompute + self.gradients + self.buckets + self.gathered
-
-
-NOTHING = Peak(0, 0, 0, 0, 0)
+    def components(self, shared: int) -> dict[str, int]:
+        """With what is kept once for the model."""
+        return self._asdict() | {"activations": self.activations + shared}
 
 
+NOTHING = Peak(0, 0, 0)
 _Arrival = tuple[int, int, int, int]
 """Of one gradient: elements, bytes, what is held beside it as it arrives, and in whose turn that is."""
 
@@ -128,8 +126,7 @@ def peak_with_buckets(
     start = place = owners.numel if owners else 0
     """Where the bucket's last element stands in the model, and the one that came last: gradients come backwards."""
     width = acts.setting.width
-    fill = largest = 0
-    oversized = 0
+    fill = largest = oversized = 0
     """A gradient larger than the bucket waits by itself until the next one comes."""
     head = 0 if tied_grad else acts.head.head_grad
     fused = 0 if tied_grad else acts.head.fused_grad // width
@@ -193,14 +190,12 @@ def peak_with_buckets(
         pending = fill * width if lone_copy or not oversized else 0
         if owners and owners.is_one(place, start):
             pending = 0
-        copy = max(pending, lone)
-        copy = max(
-            copy + _leaving(largest, leaving_parts, width), _leaving(embedding_grad // width, leaving_parts, width)
-        )
+        pending = max(pending, lone) + _leaving(largest, leaving_parts, width)
+        copy = max(pending, _leaving(embedding_grad // width, leaving_parts, width))
         # a tied head's gradient is first added to it; only then does it go to the bucket
         joined = Peak(0, 0, tied_grad + oversized + embedding_grad, 0, whole * width)
         handed = Peak(0, 0, oversized + embedding_grad, copy, whole * width)
-        best = max(best, joined, handed, key=lambda peak: peak.total)
+        best = max(best, joined, handed, key=sum)
     return best
 
 
@@ -222,7 +217,7 @@ def peak_with_accumulation(acts: Activations, tied_grad: int, embedding_grad: in
         working = moment.working if already else moment.working_kept
         total = moment.kept + working + grads
         if total > highest:
-            highest, best = total, Peak(moment.kept, working, grads, 0, 0)
+            highest, best = total, Peak(moment.kept, working, grads)
         grads += 0 if already else moment.cost.weight_grads
-    last = Peak(0, 0, grads + embedding_grad, 0, 0)
-    return last if last.total > highest else best
+    last = Peak(0, 0, grads + embedding_grad)
+    return last if sum(last) > highest else best

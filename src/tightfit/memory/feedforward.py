@@ -78,7 +78,7 @@ def _route(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
             (x,),
             ops.size(shape.experts),
             saves=(x,) if setting.trains_base else (),
-            weight_grad=shape.experts * hidden * setting.width if setting.trains_base else 0,
+            weight_grad=ops.grad(shape.experts * hidden),
         )
     probabilities = ops.output_saving(ops.cast(logits, shape.experts, FP32))
     chosen = tape.op((probabilities,), ops.size(shape.top_k, FP32), makes=(ops.size(shape.top_k, INT64),))
@@ -114,15 +114,10 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
 def _multiply_experts(ops: Operations, x: Slot, shape: Moe, features: tuple[int, int], rank: int) -> Slot:
     """One product for all experts. Where they are adapted, gate and up together have twice the rank."""
     setting, (out_features, in_features) = ops.setting, features
-    trains, rows = setting.trains_base, ops.size(shape.top_k * out_features)
+    rows, weights = ops.size(shape.top_k * out_features), shape.experts * out_features * in_features
     if _adapts_experts(ops, shape):
         adapters = shape.experts * rank * (out_features + in_features)
-        merged = _merge_adapter(ops, shape.experts * out_features * in_features, adapters, setting.width)
+        merged = _merge_adapter(ops, weights, adapters, setting.width)
         return ops.tape.op((x, merged), rows, saves=(x, merged))
-    return ops.tape.op(
-        (x,),
-        rows,
-        saves=(x,) if trains else (),
-        weight_grad=shape.experts * out_features * in_features * setting.width if trains else 0,
-        product=True,
-    )
+    saves = (x,) if setting.trains_base else ()
+    return ops.tape.op((x,), rows, saves=saves, weight_grad=ops.grad(weights), product=True)

@@ -47,13 +47,11 @@ class Gather(NamedTuple):
 
 
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
-    embedding, layer, head = _groups_of(job)
-    base = _persistent(job)
-    gathers = _gather(job, embedding), _gather(job, layer), _gather(job, head)
+    base, groups = _persistent(job), _groups_of(job)
     return {
-        "forward": combine(base, {"gradients": _earlier(job)}, _forward(job, *gathers)),
+        "forward": combine(base, {"gradients": _earlier(job)}, _forward(job, *[_gather(job, each) for each in groups])),
         "loss": combine(at_the_loss(job), kept_for_backward(job.acts)),
-        "backward": combine(base, _backward(job, embedding, layer, head)),
+        "backward": combine(base, _backward(job, *groups)),
     }
 
 
@@ -70,29 +68,20 @@ def at_the_loss(job: MemoryJob) -> Components:
         {"activations": norm, "logits": cost.backward_logits, "gathered_weights": root if tied else 0},
     ]
     if not tied:
-        logits = job.acts.setting.tokens * job.shape.vocab_size * job.weights.width
-        moments.append(
-            {
-                "activations": norm,
-                "logits": cost.arriving + (logits if plain else 0),
-                "gathered_weights": head.whole + max(head.arriving, layer.buffer),
-            }
-        )
+        logits = cost.arriving
+        if plain:
+            logits += job.acts.setting.tokens * job.shape.vocab_size * job.weights.width
+        whole = head.whole + max(head.arriving, layer.buffer)
+        moments.append({"activations": norm, "logits": logits, "gathered_weights": whole})
     return combine(_persistent(job), {"gradients": _earlier(job)}, worst(*moments))
 
 
 def at_the_top(job: MemoryJob) -> Components:
     embedding, layer, head = _groups_of(job)
-    width = job.weights.width
-    root = embedding.whole(width) if job.shape.tied else 0
-    return combine(
-        _persistent(job),
-        {
-            "gradients": _earlier(job),
-            "buckets": 0 if job.shape.tied else head.trainable * FP32,
-            "gathered_weights": root + layer.whole(width),
-        },
-    )
+    width, tied = job.weights.width, job.shape.tied
+    buckets = 0 if tied else head.trainable * FP32
+    gathered = layer.whole(width) + (embedding.whole(width) if tied else 0)
+    return combine(_persistent(job), {"gradients": _earlier(job), "buckets": buckets, "gathered_weights": gathered})
 
 
 def at_the_end(job: MemoryJob) -> Components:
@@ -101,7 +90,7 @@ def at_the_end(job: MemoryJob) -> Components:
 
 def _groups_of(job: MemoryJob) -> tuple[Group, Group, Group]:
     lora, method = effective_lora(job.levers), job.levers.method
-    return _groups(job.shape, lora, method, job.acts.setting.trains_base, job.trains_embedding)
+    return _groups(job.shape, lora, method, job.acts.setting.trains_base, job.levers.trains_embedding)
 
 
 def _gather(job: MemoryJob, group: Group) -> Gather:
@@ -210,13 +199,7 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
     if job.world == 1 and not (earlier or offloaded):
         last = max(last - embedding.trainable * shard, 0)
     return worst(
-        {
-            "activations": fullest.activations + acts.shared,
-            "recompute": fullest.recompute,
-            "gradients": fullest.gradients,
-            "buckets": fullest.buckets,
-            "gathered_weights": fullest.gathered,
-        },
+        fullest.components(acts.shared),
         {
             "activations": acts.shared,
             "gradients": _own_grads(job) + last,
@@ -239,6 +222,6 @@ def initialise(job: MemoryJob) -> Components:
         return building(job)
     # `to_empty` makes a tied weight once for each module that has it; our worker makes it but once
     tied = job.built_whole and job.shape.tied and job.levers.offload_param == "none"
-    width = _shard_width(job) if job.trains_embedding else job.weights.width
+    width = _shard_width(job) if job.levers.trains_embedding else job.weights.width
     twice = share(job.shape.before[0].numel, job.world) * width if tied else 0
     return _persistent(job) | {"optimizer_states": 0, "temporaries": twice}

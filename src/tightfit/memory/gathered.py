@@ -22,6 +22,7 @@ Here a training step is written as the calls that the coordinator sees; `replay.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -82,16 +83,6 @@ class Called(NamedTuple):
 class Gathered:
     """Whole elements, the most at any call of each stretch of the step."""
 
-    forward: int
-    forwards: tuple[Called, ...]
-    """Likewise of each layer. None: their calls are not told apart."""
-    loss: int
-    at_loss: int
-    """The same without what is there in passing, while the head is called."""
-    norm_forward: int
-    """In the final norm's forward pass: the head may be there already, with the buffer it came in."""
-    norm: int
-    """In its backward pass."""
     layers: tuple[int, ...]
     """For each layer, bottom to top: when its backward pass proper begins, with all activations there."""
     gradients: tuple[int, ...]
@@ -100,7 +91,17 @@ class Gathered:
     """For each layer, likewise from then on."""
     again: tuple[Called, ...]
     """For each layer, while it is run again."""
-    embedding: int
+    forward: int = 0
+    forwards: tuple[Called, ...] = ()
+    """Likewise of each layer. None: their calls are not told apart."""
+    loss: int = 0
+    at_loss: int = 0
+    """The same without what is there in passing, while the head is called."""
+    norm_forward: int = 0
+    """In the final norm's forward pass: the head may be there already, with the buffer it came in."""
+    norm: int = 0
+    """In its backward pass."""
+    embedding: int = 0
 
 
 FETCH, AGAIN, RELEASE, SKIP = range(4)
@@ -117,9 +118,13 @@ Need = tuple[int, int, int]
 """A parameter to come: its identity, its elements, and the fetches since its stretch began."""
 
 
-class Script(NamedTuple):
-    """A stretch without the calls that change nothing: most modules own nothing, and their releases are empty."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Calls in order, without those that change nothing: most modules own nothing, and their releases are empty.
+    Compared by identity: steps share those that are alike."""
 
+    tag: int
+    """It groups them for the report."""
     moves: tuple[Move, ...]
     names: tuple[str, ...]
     """Of the modules that have a turn."""
@@ -132,36 +137,23 @@ class Script(NamedTuple):
     """Each leaf that a fetched module is or has inside, with the fetches before that."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
-    """Calls in order. A tag groups them for the report. Compared by identity: steps share those that are alike."""
-
-    tag: int
-    script: Script
-
-
-def _stretch(tag: int, calls: tuple[Call, ...]) -> Stretch:
+def _stretch(tag: int, calls: Sequence[Call]) -> Stretch:
     fetched = [module for kind, module in calls if kind != RELEASE]
     counts = [sum([numel for _, numel in each.params]) if each.own is None else each.own for each in fetched]
     names = tuple(dict.fromkeys([module.name for module in fetched if module.name]))
-    script = Script(
+    inside = [(module,) if module.leaf else module.leaves for module in fetched]
+    return Stretch(
+        tag=tag,
         moves=_moves(calls, names),
         names=names,
         needs=tuple([(*param, index) for index, module in enumerate(fetched) for param in module.params]),
         counts=tuple(counts),
         spans=tuple([own if each.spans is None else each.spans for each, own in zip(fetched, counts, strict=True)]),
-        leaves=tuple(
-            [
-                (leaf, index)
-                for index, module in enumerate(fetched)
-                for leaf in ((module,) if module.leaf else module.leaves)
-            ]
-        ),
+        leaves=tuple([(leaf, index) for index, leaves in enumerate(inside) for leaf in leaves]),
     )
-    return Stretch(tag, script)
 
 
-def _moves(calls: tuple[Call, ...], names: tuple[str, ...]) -> tuple[Move, ...]:
+def _moves(calls: Sequence[Call], names: tuple[str, ...]) -> tuple[Move, ...]:
     # A layer turns round at the last fetch before something is released backwards. From there on its backward pass
     # counts, or from the first call where nothing is recomputed.
     kinds = [kind for kind, _ in calls]
@@ -239,91 +231,60 @@ def stretches(model: Model, passes: Passes) -> tuple[Stretch, ...]:
 
     Steps of one model that differ in their passes share the stretches that are alike.
     """
-    ends, layers = _ends(model, passes.wrappers), _layer_stretches(model)
-    whole = [ends.below, *layers.forward, *ends.above]
+    forward, backward, recomputed = _layer_stretches(model)
+    below, above, embedding = _ends(model, passes.wrappers)
+    whole = [below, *forward, *above]
     for index in range(len(model.layers) - 1, passes.lowest - 1, -1):
         again = index < passes.recompute
         if index > passes.lowest or passes.input_grad:
-            whole.append(layers.recomputed[index] if again else layers.backward[index])
+            whole.append(recomputed[index] if again else backward[index])
         else:  # the lowest layer with a backward pass, where no gradient goes on from it
-            back = tuple(_backwards(model.layers[index], without_input=True))
+            back = _calls(model.layers[index], -1, without_input=True)
             whole.append(_stretch(index, _insert_recomputation(model.layers[index], back) if again else back))
-    return (*whole, *ends.embedding) if passes.input_grad else tuple(whole)
-
-
-class _Ends(NamedTuple):
-    """What is below the layers and above them."""
-
-    below: Stretch
-    above: tuple[Stretch, ...]
-    """Forwards, then backwards."""
-    embedding: tuple[Stretch, ...]
+    return (*whole, *embedding) if passes.input_grad else tuple(whole)
 
 
 @lru_cache(maxsize=64)
-def _ends(model: Model, wrappers: int) -> _Ends:
-    around = (*(((FETCH, EMPTY),) * wrappers), (FETCH, model.root))
-    above = (
-        _stretch(FORWARD, tuple(_forwards(model.norm))),
-        _stretch(HEAD, (*_forwards(model.head), (RELEASE, model.root))),
-        _stretch(HEAD, (*around, *_backwards(model.head))),
-        _stretch(NORM, tuple(_backwards((model.body, model.norm)))),
-    )
-    return _Ends(
-        below=_stretch(FORWARD, (*around, *_forwards((model.body, *model.embeddings, *model.between)))),
-        above=above,
-        embedding=tuple([_stretch(EMBEDDING, tuple(_backwards(module))) for module in reversed(model.embeddings)]),
-    )
+def _ends(model: Model, wrappers: int) -> tuple[Stretch, list[Stretch], list[Stretch]]:
+    """What is below the layers, above them (forwards, then backwards), and the embeddings backwards."""
+    around: list[Call] = [*[(FETCH, EMPTY)] * wrappers, (FETCH, model.root)]
+    above = [
+        _stretch(FORWARD, _calls(model.norm)),
+        _stretch(HEAD, [*_calls(model.head), (RELEASE, model.root)]),
+        _stretch(HEAD, [*around, *_calls(model.head)]),
+        _stretch(NORM, _calls((model.body, model.norm), -1)),
+    ]
+    below = _stretch(FORWARD, [*around, *_calls((model.body, *model.embeddings, *model.between))])
+    return below, above, [_stretch(EMBEDDING, _calls(module)) for module in reversed(model.embeddings)]
 
 
-class _LayerStretches(NamedTuple):
+@lru_cache(maxsize=64)
+def _layer_stretches(model: Model) -> tuple[list[Stretch], list[Stretch], list[Stretch]]:
     """Every layer forwards, backwards, and backwards with itself run again first."""
-
-    forward: tuple[Stretch, ...]
-    backward: tuple[Stretch, ...]
-    recomputed: tuple[Stretch, ...]
-
-
-@lru_cache(maxsize=64)
-def _layer_stretches(model: Model) -> _LayerStretches:
-    back = [tuple(_backwards(layer)) for layer in model.layers]
+    back = [_calls(layer, -1) for layer in model.layers]
     again = [_insert_recomputation(layer, calls) for layer, calls in zip(model.layers, back, strict=True)]
-    return _LayerStretches(
-        forward=tuple([_stretch(FORWARD, tuple(_forwards(layer))) for layer in model.layers]),
-        backward=tuple([_stretch(index, calls) for index, calls in enumerate(back)]),
-        recomputed=tuple([_stretch(index, calls) for index, calls in enumerate(again)]),
+    return (
+        [_stretch(FORWARD, _calls(layer)) for layer in model.layers],
+        [_stretch(index, calls) for index, calls in enumerate(back)],
+        [_stretch(index, calls) for index, calls in enumerate(again)],
     )
 
 
-def _forwards(node: Node) -> list[Call]:
-    if isinstance(node, Module):
-        return [(FETCH, node), (RELEASE, node)]
-    container = node[0]
-    assert isinstance(container, Module)
-    calls: list[Call] = [(FETCH, container)]
-    for child in node[1:]:
-        calls += _forwards(child)
-    calls.append((RELEASE, container))
-    return calls
-
-
-def _backwards(node: Node, *, without_input: bool = False) -> list[Call]:
-    container, children = (node, ()) if isinstance(node, Module) else (node[0], node[1:])
+def _calls(node: Node, way: int = 1, *, without_input: bool = False) -> list[Call]:
+    """`way`: 1 forwards, -1 backwards."""
+    container, *children = (node,) if isinstance(node, Module) else node
     assert isinstance(container, Module)
     if without_input and container.frozen and container.reads_input:
         return []
-    calls: list[Call] = [(FETCH, container)]
-    for child in reversed(children):
-        calls += _backwards(child, without_input=without_input)
-    calls.append((RELEASE, container))
-    return calls
+    inside = [call for child in children[::way] for call in _calls(child, way, without_input=without_input)]
+    return [(FETCH, container), *inside, (RELEASE, container)]
 
 
-def _insert_recomputation(layer: Node, back: tuple[Call, ...]) -> tuple[Call, ...]:
+def _insert_recomputation(layer: Node, back: list[Call]) -> list[Call]:
     """The backward pass reaches the layer's last module, whose kept tensors are missing: the layer runs again, up
     to that module, and only then does the backward pass go on."""
     reached = next(index for index, (kind, _) in enumerate(back) if kind == RELEASE)
-    again = [(AGAIN if kind == FETCH else kind, module) for kind, module in _forwards(layer)]
+    again = [(AGAIN if kind == FETCH else kind, module) for kind, module in _calls(layer)]
     while again[-1][0] == RELEASE:
         again.pop()
-    return (*back[:reached], *again, *back[reached:])
+    return [*back[:reached], *again, *back[reached:]]

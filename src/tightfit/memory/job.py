@@ -27,33 +27,29 @@ class MemoryJob:
     weights: Weights
     acts: Activations
     workspaces: int
-    free_bytes: int | None
-    """What the driver would report as free before the engine starts; None: ample."""
+    card_bytes: int | None
+    """The card's size; None: ample."""
     built_whole: bool = False
     """A script built the model on the GPU as the library does by default, instead of laying every weight straight into
     its place, as our worker and every loader of checkpoints do."""
 
     @property
-    def trains_embedding(self) -> bool:
-        return self.levers.trains_embedding
-
-    @property
     def embedding_grad(self) -> int:
-        return self.shape.before[0].numel * self.weights.width if self.trains_embedding and self.shape.before else 0
+        trains = self.levers.trains_embedding and self.shape.before
+        return self.shape.before[0].numel * self.weights.width if trains else 0
 
     @property
     def tied_grad(self) -> int:
         """A tied head's gradient waits in autograd until the embedding's own arrives."""
-        return self.acts.head.head_grad or self.embedding_grad if self.shape.tied and self.trains_embedding else 0
+        tied = self.shape.tied and self.levers.trains_embedding
+        return self.acts.head.head_grad or self.embedding_grad if tied else 0
 
     @property
     def master_width(self) -> int:
         return 4 if self.levers.master_weights or self.levers.precision == "fp32" else self.weights.width
 
 
-def make_job(
-    shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, context_bytes: int, *, built_whole: bool = False
-) -> MemoryJob:
+def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, *, built_whole: bool = False) -> MemoryJob:
     hopper = gpu is None or gpu.arch in (None, "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120")
     on_cpu = gpu is not None and gpu.vendor == "cpu"
     weights = weights_of.of(shape, levers)
@@ -68,7 +64,7 @@ def make_job(
         weights=weights,
         acts=activations(shape, levers, gpu),
         workspaces=0 if on_cpu else 2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],
-        free_bytes=None if gpu is None else gpu.memory_bytes - context_bytes,
+        card_bytes=None if gpu is None else gpu.memory_bytes,
         built_whole=built_whole,
     )
 
@@ -76,8 +72,7 @@ def make_job(
 def at_depth(job: MemoryJob, depth: Checkpointing) -> MemoryJob:
     levers = job.levers
     acts = activations_at(depth, job.shape, job.acts.setting, levers.frozen_layers, levers.loss == "fused")
-    rest = job.workspaces, job.free_bytes, job.built_whole
-    return MemoryJob(job.shape, levers, depth, job.world, job.weights, acts, *rest)
+    return replace(job, depth=depth, acts=acts)
 
 
 def combine(*parts: Components) -> Components:
@@ -97,9 +92,6 @@ def share(numel: int, world: int) -> int:
 def worst(*moments: Components) -> Components:
     """The moment at which the most is held."""
     return max(moments, key=lambda parts: sum(parts.values()))
-
-
-# --- what every engine has in common -------------------------------------------------------------
 
 
 def kept_for_backward(acts: Activations) -> Components:

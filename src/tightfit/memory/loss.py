@@ -46,7 +46,6 @@ class HeadCost(NamedTuple):
     """The head's weight gradient, 0 where the head is frozen or its loss fused."""
     fused_grad: int
     """The same of a fused loss, which has made it before the backward pass begins."""
-    input_grad: int
     eval_logits: int
 
 
@@ -61,21 +60,18 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
     if fused:
         rows = min(tokens, fused_chunk_tokens(vocab))
         chunk = rows * vocab * (width + FP32)
-        grads = tokens * hidden * width
-        kept = grads + head_grad
-        backward = max(kept, norm_backward - norm + head_grad)
+        kept = tokens * hidden * width + head_grad
         return HeadCost(
             saved_norm=norm,
             norm_forward=norm_forward,
             norm_backward=norm_backward,
             saved_logits=kept,
             forward_logits=kept + chunk + head_input,
-            backward_logits=backward,
+            backward_logits=max(kept, norm_backward - norm + head_grad),
             backward_head=kept,
             arriving=kept,
             head_grad=0,
             fused_grad=head_grad,
-            input_grad=grads,
             eval_logits=chunk + head_input,
         )
     saved_norm = norm + (head_input if trains_head else 0)
@@ -91,7 +87,6 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
         arriving=tokens * hidden * width + head_grad,
         head_grad=head_grad,
         fused_grad=0,
-        input_grad=tokens * hidden * width,
         eval_logits=logits + upcast + logits32 + capped + head_input,
     )
 

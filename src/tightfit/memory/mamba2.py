@@ -69,13 +69,7 @@ def _official(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> S
     conv = wide + 2 * group
     pair = sizes.scores // shape.heads * shape.groups  # C·B of every chunk, in fp32
     states16 = sizes.borders * setting.width // FP32
-    weights = sum(
-        [
-            tensor.numel * setting.width
-            for name, tensor in ops.tensors.items()
-            if name.startswith("mixer.") and not name.startswith("mixer.in_proj")
-        ]
-    )
+    weights = ops.mixer_weights * setting.width
     deviations = ops.size(shape.groups, FP32)
     # Forward: the convolution, steps and decays stay variables to the end; the norm's output is the last.
     steps = conv + 2 * sizes.per_head
@@ -105,13 +99,7 @@ def _torch(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot
     tape = ops.tape
     group = ops.size(shape.groups * shape.state)
     wide, conv = ops.size(shape.inner), ops.size(shape.inner) + 2 * group
-    trains = ops.setting.trains_base
-    decay = tape.op(
-        (),
-        shape.heads * FP32,
-        makes=(shape.heads * FP32,),
-        weight_grad=shape.heads * ops.setting.width if trains else 0,
-    )
+    decay = tape.op((), shape.heads * FP32, makes=(shape.heads * FP32,), weight_grad=ops.grad(shape.heads))
     gate, xbc, dt = tape.split(projected, (wide, conv, ops.size(shape.heads)))
     mixed = ops.convolve(xbc, "mixer.conv1d", shape.inner + 2 * shape.groups * shape.state, shape.conv)
     x, b, c = tape.split(mixed, (wide, group, group))
@@ -128,15 +116,15 @@ def _chunk_scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba2) -> Sl
     tape, sizes = ops.tape, _sizes(ops, shape)
     x, b, c, raw, decay = tensors
     # clamp(softplus(dt + bias)): both keep their inputs
-    grad = shape.heads * ops.setting.width if ops.setting.trains_base else 0
-    biased = tape.op((raw,), raw.size, passes=True, weight_grad=grad)
+    biased = tape.op((raw,), raw.size, passes=True, weight_grad=ops.grad(shape.heads))
     soft = tape.op((biased,), raw.size, saves=(biased,))
     dt = tape.op((soft,), raw.size, saves=(soft,))
     x32 = ops.cast(x, shape.inner, FP32)
     # the groups of B and C are repeated for every head
     per_head = ops.size(shape.heads * shape.state, FP32)
     b32, c32 = (tape.op((ops.cast(slot, shape.groups * shape.state, FP32),), per_head) for slot in (b, c))
-    skip = _skip(ops, x32, sizes, shape)
+    padded = tape.op((x32,), sizes.inner, grad_sizes=(ops.size(shape.inner, FP32),))
+    skip = ops.weigh(padded, shape.heads)  # D · x
     dt_x, dt_a = ops.cast(dt, shape.heads, FP32), ops.cast(dt, shape.heads, FP32)
     driven = tape.op((x32, dt_x), ops.size(shape.inner, FP32), saves=(x32, dt_x), backward_temp=x32.size)
     decayed = ops.multiply(decay, dt_a)
@@ -151,19 +139,6 @@ def _chunk_scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba2) -> Sl
     out = tape.op((ordered, skip), sizes.inner, passes=True)
     tape.hold(dt, sums, xp, ap, bp, cp, skip, near, far, ordered, *near_variables, *far_variables)
     return tape.view(out, size=ops.size(shape.inner, FP32), copies_grad=True)
-
-
-def _skip(ops: Operations, x32: Slot, sizes: _Sizes, shape: Mamba2) -> Slot:
-    """D · x, padded first."""
-    trains = ops.setting.trains_base
-    padded = ops.tape.op((x32,), sizes.inner, grad_sizes=(ops.size(shape.inner, FP32),))
-    return ops.tape.op(
-        (padded,),
-        sizes.inner,
-        saves=(padded,) if trains else (),
-        backward_temp=sizes.inner if trains else 0,
-        weight_grad=shape.heads * ops.setting.width if trains else 0,
-    )
 
 
 def _by_head(ops: Operations, x: Slot, sizes: _Sizes) -> Slot:
@@ -250,12 +225,4 @@ def _norm_with_gate(ops: Operations, x: Slot, gate: Slot, shape: Mamba2) -> Slot
     """norm(x · silu(gate)), all in fp32, since the scan's output is."""
     gate32 = ops.cast(gate, shape.inner, FP32)
     product = ops.multiply(x, ops.tape.op((gate32,), gate32.size, saves=(gate32,)))
-    normed = ops.normalise(product, 1)
-    trains = ops.setting.trains_base
-    return ops.tape.op(
-        (normed,),
-        normed.size,
-        saves=(normed,) if trains else (),
-        backward_temp=normed.size if trains else 0,
-        weight_grad=shape.inner * ops.setting.width if trains else 0,
-    )
+    return ops.weigh(ops.normalise(product, 1), shape.inner)

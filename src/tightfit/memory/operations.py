@@ -88,6 +88,10 @@ class Operations:
     def __post_init__(self) -> None:
         self._tokens = self.setting.tokens
 
+    def grad(self, numel: int) -> int:
+        """Bytes of the gradient of so many of the layer's own weights."""
+        return numel * self.setting.width if self.setting.trains_base else 0
+
     def size(self, features: int, width: int | None = None) -> int:
         return self._tokens * features * (width or self.setting.width)
 
@@ -102,16 +106,22 @@ class Operations:
         names = (module + ".weight", module + ".bias")
         return sum([self.tensors[name].numel for name in names if name in self.tensors])
 
+    @property
+    def mixer_weights(self) -> int:
+        """Elements that a fused scan reads itself: all of the mixer but the input projection."""
+        inside = [name for name in self.tensors if name.startswith("mixer.") and not name.startswith("mixer.in_proj")]
+        return sum([self.tensors[name].numel for name in inside])
+
     def linear(self, x: Slot, module: str, out_features: int, in_features: int) -> Slot:
         """A linear layer with whatever adapter sits on it. Keeps its input if its weight trains, or under ZeRO-3."""
         setting = self.setting
-        trains, since = setting.trains_base, len(self.tape.ops)
+        since = len(self.tape.ops)
         whole = out_features * in_features * setting.width if setting.quantised else 0
         y = self.tape.op(
             (x,),
             self.size(out_features),
-            saves=(x,) if trains or setting.keeps_inputs else (),
-            weight_grad=self.weights(module) * setting.width if trains else 0,
+            saves=(x,) if setting.trains_base or setting.keeps_inputs else (),
+            weight_grad=self.grad(self.weights(module)),
             forward_temp=whole,
             backward_temp=whole,
             product=True,
@@ -125,23 +135,12 @@ class Operations:
         x, y = base
         cast = self.cast(x, in_features, width)
         read = self.dropout(cast, width) if setting.lora_drops else cast
-        since = len(tape.ops)
-        down = tape.op(
-            (read,),
-            self.size(setting.lora_rank, width),
-            saves=(read,),
-            weight_grad=in_features * setting.lora_rank * width,
-            product=True,
-        )
+        since, rank = len(tape.ops), setting.lora_rank
+        grad = in_features * rank * width
+        down = tape.op((read,), self.size(rank, width), saves=(read,), weight_grad=grad, product=True)
         tape.called(f"{module}/A", since)
-        since = len(tape.ops)
-        up = tape.op(
-            (down,),
-            self.size(out_features, width),
-            saves=(down,),
-            weight_grad=out_features * setting.lora_rank * width,
-            product=True,
-        )
+        since, grad = len(tape.ops), out_features * rank * width
+        up = tape.op((down,), self.size(out_features, width), saves=(down,), weight_grad=grad, product=True)
         total = self.cast(self.add(y, self.times_constant(up)), out_features, setting.width)
         tape.hold(cast)
         tape.hold(x)
@@ -207,28 +206,26 @@ class Operations:
     def scale(self, x: Slot, parameter: str, *, width: int | None = None) -> Slot:
         """x times a vector parameter, which may be cast up for it; x is kept if the vector trains."""
         vector, width = self.tensors[parameter].numel, width or self.setting.width
-        size = x.size * width // self.setting.width
-        trains = self.setting.trains_base
-        return self.tape.op(
-            (x,),
-            size,
-            saves=(x,) if trains else (),
-            makes=() if width == self.setting.width else (vector * width,),
-            backward_temp=size if trains else 0,
-            weight_grad=vector * self.setting.width if trains else 0,
-        )
+        casts = () if width == self.setting.width else (vector * width,)
+        return self.weigh(x, vector, size=x.size * width // self.setting.width, makes=casts)
+
+    def weigh(
+        self, x: Slot, numel: int, *, size: int | None = None, makes: tuple[int, ...] = (), trains: bool | None = None
+    ) -> Slot:
+        """x times a parameter of so many elements; where that trains, x is kept, and the gradient is summed up from a
+        product as large as the output."""
+        size = x.size if size is None else size
+        if not (self.setting.trains_base if trains is None else trains):
+            return self.tape.op((x,), size, makes=makes)
+        grad = numel * self.setting.width
+        return self.tape.op((x,), size, saves=(x,), makes=makes, backward_temp=size, weight_grad=grad)
 
     def convolve(self, x: Slot, module: str, channels: int, kernel: int) -> Slot:
         """silu of torch's own causal convolution, which pads on both sides and drops the tail."""
         setting = self.setting
         padded = setting.micro_batch * (setting.sequence + kernel - 1) * channels * setting.width
-        trains = setting.trains_base
-        wide = self.tape.op(
-            (x,),
-            padded,
-            saves=(x,),  # its backward is one function, so even a frozen one keeps its input
-            weight_grad=self.weights(module) * setting.width if trains else 0,
-        )
+        # its backward is one function, so even a frozen one keeps its input
+        wide = self.tape.op((x,), padded, saves=(x,), weight_grad=self.grad(self.weights(module)))
         cut = self.tape.view(wide, size=x.size, copies_grad=True)
         return self.tape.op((cut,), x.size, saves=(cut,))
 
@@ -256,23 +253,12 @@ class Operations:
     def _rms(self, x: Slot, features: int, kind: NormKind, rows: int, trains: bool) -> Slot:
         total = features * rows
         n32 = self.normalise(self.cast(x, total, FP32), rows)
-        grad = features * self.setting.width if trains else 0
         if kind == "rms":
-            n = self.cast(n32, total, self.setting.width)
-            y = self.tape.op(
-                (n,), n.size, saves=(n,) if trains else (), backward_temp=n.size if trains else 0, weight_grad=grad
-            )
+            y = self.weigh(self.cast(n32, total, self.setting.width), features, trains=trains)
             self.tape.hold(n32)
             return y
-        scaled = self.tape.op(
-            (n32,),
-            n32.size,
-            saves=(n32,) if trains else (),
-            makes=(features * FP32,) if kind == "gemma" else (),  # 1 + w
-            backward_temp=n32.size if trains else 0,
-            weight_grad=grad,
-        )
-        y = self.cast(scaled, total, self.setting.width)
+        added = (features * FP32,) if kind == "gemma" else ()  # 1 + w
+        y = self.cast(self.weigh(n32, features, makes=added, trains=trains), total, self.setting.width)
         if kind == "olmo":
             self.tape.hold(n32)
         return y

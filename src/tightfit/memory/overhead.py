@@ -31,7 +31,7 @@ def beside(peak: int, world: int, gpu: Gpu | None) -> Components:
     }
 
 
-def usable(memory_bytes: int, extra: Components) -> Message:
+def usable(memory_bytes: int, extra: Mapping[str, int]) -> Message:
     """What is left of a card for tensors, and what goes where else."""
     gib = 2**30
     room = memory_bytes - extra["context"] - extra["communicator"]

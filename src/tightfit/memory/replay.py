@@ -17,6 +17,7 @@ Nothing is assumed about how soon that is: where it never happens, the calls are
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from itertools import accumulate, chain, takewhile
 from typing import NamedTuple
 
@@ -91,20 +92,8 @@ NONE = Called((), ())
 
 
 def gather_nothing(n_layers: int) -> Gathered:
-    none = (0,) * n_layers
-    return Gathered(
-        forward=0,
-        forwards=(),
-        loss=0,
-        at_loss=0,
-        norm_forward=0,
-        norm=0,
-        layers=none,
-        gradients=none,
-        called=(NONE,) * n_layers,
-        again=(NONE,) * n_layers,
-        embedding=0,
-    )
+    none, uncalled = (0,) * n_layers, (NONE,) * n_layers
+    return Gathered(none, none, uncalled, uncalled)
 
 
 def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathered:
@@ -115,11 +104,11 @@ def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathere
     for stretch, report in zip(whole, reports, strict=True):
         most[stretch.tag] = max(most.get(stretch.tag, 0), report.most)
         turns[stretch.tag] = report.turn
-        called[stretch.tag] = Called(stretch.script.names, report.held)
-        again[stretch.tag] = Called(stretch.script.names, report.again)
+        called[stretch.tag] = Called(stretch.names, report.held)
+        again[stretch.tag] = Called(stretch.names, report.again)
     n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
     forward = [number for number, stretch in enumerate(whole) if stretch.tag == FORWARD]
-    layers = [Called(whole[number].script.names, reports[number].held) for number in forward[1:-1]]
+    layers = [Called(whole[number].names, reports[number].held) for number in forward[1:-1]]
     return Gathered(
         forward=most.get(FORWARD, 0),
         forwards=tuple(layers) if all([each.names for each in layers]) else (),
@@ -147,16 +136,9 @@ def replay(whole: tuple[Stretch, ...], limits: GatherLimits) -> Replay:
             standings[number] = coordinator.standing(starts[-1][1])
         reports.append(_follow(stretch, coordinator))
         fetches, needs = starts[-1]
-        starts.append((fetches + len(stretch.script.counts), needs + len(stretch.script.needs)))
-    return Replay(
-        whole=whole,
-        reports=reports,
-        standings=standings,
-        starts=starts,
-        counted=coordinator.counted,
-        spanned=coordinator.spanned,
-        max_reuse=limits.max_reuse,
-    )
+        starts.append((fetches + len(stretch.counts), needs + len(stretch.needs)))
+    counted, spanned = coordinator.counted, coordinator.spanned
+    return Replay(whole, reports, standings, starts, counted, spanned, limits.max_reuse)
 
 
 def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Replay, last: Replay) -> Gathered:
@@ -172,7 +154,7 @@ def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Repl
         if number >= ending and coordinator.standing(needs) == last.standings.get(number + shift):
             return summary(whole, [*reports, *last.reports[number + shift :]])
         reports.append(_follow(whole[number], coordinator))
-        needs += len(whole[number].script.needs)
+        needs += len(whole[number].needs)
     return summary(whole, reports)
 
 
@@ -201,9 +183,9 @@ def count_settling_layers(none: Replay) -> int:
 
 def _follow(stretch: Stretch, coordinator: _Coordinator) -> StretchReport:
     most = stays = turn = 0
-    held, again = ([[0, 0, 0] for _ in stretch.script.names] for _ in range(2))
+    held, again = ([[0, 0, 0] for _ in stretch.names] for _ in range(2))
     reported = held
-    for kind, module, holder, count, mark, whose in stretch.script.moves:
+    for kind, module, holder, count, mark, whose in stretch.moves:
         if kind == RELEASE:
             coordinator.release(module)
             if reported:
@@ -230,50 +212,23 @@ def _follow(stretch: Stretch, coordinator: _Coordinator) -> StretchReport:
             if mark == TURN:
                 turn = rests
                 if again:  # the last module of a layer that runs again is also where it turns round
-                    again[whose] = list(map(max, again[whose], (passing, rests, rests)))
-    return StretchReport(most, stays, turn, _freeze(held), _freeze(again))
+                    again[whose][:] = map(max, again[whose], (passing, rests, rests))
+    frozen, rerun = (tuple([(passing, rests, left) for passing, rests, left in each]) for each in (held, again))
+    return StretchReport(most, stays, turn, frozen, rerun)
 
 
-def _freeze(lists: list[list[int]]) -> tuple[Held, ...]:
-    return tuple([(passing, rests, left) for passing, rests, left in lists])
-
-
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Parameters that one prefetch gathered together."""
 
-    __slots__ = ("numel", "unpacked", "waiting")
-
-    def __init__(self, numel: int, waiting: int, unpacked: bool = False) -> None:
-        self.numel, self.waiting, self.unpacked = numel, waiting, unpacked
+    numel: int
+    waiting: int
+    unpacked: bool = False
 
 
 class _Coordinator:
     """`PartitionedParameterCoordinator` with a complete trace, reduced to its bookkeeping. Steps and the queue begin
     with the first of the stretches, which need not be a whole step's."""
-
-    __slots__ = (
-        "active",
-        "available",
-        "batches",
-        "copies",
-        "counted",
-        "done",
-        "fetched_for",
-        "flat",
-        "held",
-        "leaf_uses",
-        "live",
-        "max_live",
-        "max_reuse",
-        "next_in_queue",
-        "parts_from_host",
-        "prefetch",
-        "queue",
-        "spanned",
-        "stays",
-        "step",
-        "uses",
-    )
 
     def __init__(self, whole: tuple[Stretch, ...], limits: GatherLimits, standing: Standing) -> None:
         self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
@@ -285,21 +240,20 @@ class _Coordinator:
         """For each parameter the steps of its uses."""
         self.leaf_uses: dict[Module, list[int]] = {}
         """For each leaf, those at which it or a container of it is called."""
-        scripts = [stretch.script for stretch in whole]
         steps = 0
-        for script in scripts:
-            for identity, numel, fetches in script.needs:
+        for stretch in whole:
+            for identity, numel, fetches in stretch.needs:
                 self.queue.append((identity, numel, steps + fetches))
                 self.uses.setdefault(identity, []).append(steps + fetches)
-            for leaf, fetches in script.leaves:
+            for leaf, fetches in stretch.leaves:
                 self.leaf_uses.setdefault(leaf, []).append(steps + fetches)
-            steps += len(script.counts)
-        self.counted = list(accumulate(chain.from_iterable([script.counts for script in scripts]), initial=0))
+            steps += len(stretch.counts)
+        self.counted = list(accumulate(chain.from_iterable([stretch.counts for stretch in whole]), initial=0))
         """Elements that a search for a next use counts before each step."""
         self.spanned = self.counted
         """Likewise a search for a leaf's."""
         if self.leaf_uses:
-            self.spanned = list(accumulate(chain.from_iterable([script.spans for script in scripts]), initial=0))
+            self.spanned = list(accumulate(chain.from_iterable([stretch.spans for stretch in whole]), initial=0))
         self.done = dict.fromkeys(self.uses, 0)
         """How many of these uses lie behind."""
         self.fetched_for = dict.fromkeys(self.uses, -1)

@@ -16,7 +16,7 @@ Letters: E inner width, N state size, R rank of the step projection.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.memory.operations import FP32, Operations
 from tightfit.memory.tape import Slot
@@ -41,17 +41,6 @@ def mamba1(ops: Operations, x: Slot, shape: Mamba1, hidden: int) -> Slot:
     return _torch(ops, xz, shape, hidden)
 
 
-def _inner_weights(ops: Operations) -> int:
-    """Parameters that the fused function reads itself: all of the mixer but the input projection."""
-    return sum(
-        [
-            tensor.numel
-            for name, tensor in ops.tensors.items()
-            if name.startswith("mixer.") and not name.startswith("mixer.in_proj")
-        ]
-    )
-
-
 def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     setting = ops.setting
     wide, narrow = ops.size(shape.inner), ops.size(hidden)
@@ -69,7 +58,7 @@ def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     tail = x_dbl + shape.inner * (shape.state + 2) * FP32
     scan_only = 2 * ops.size(shape.state, FP32)  # dB and dC are summed in fp32
     order = wide if setting.micro_batch > 1 else 0
-    weights = _inner_weights(ops) * setting.width
+    weights = ops.mixer_weights * setting.width
     # -exp(A_log.float()) keeps the exponential and the product; D and the dt bias are cast to fp32
     state = shape.inner * shape.state * FP32
     casts = () if setting.width == FP32 else (shape.inner * FP32, shape.inner * FP32)
@@ -89,7 +78,7 @@ def _tightfit(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     wide, narrow = ops.size(shape.inner), ops.size(hidden)
     x_dbl = ops.size(shape.dt_rank + 2 * shape.state)
     buffers = _scan_buffers(ops, shape)
-    weights = _inner_weights(ops) * ops.setting.width if ops.setting.trains_base else 0
+    weights = ops.grad(ops.mixer_weights)
     return ops.tape.op(
         (xz,),
         narrow,
@@ -105,8 +94,7 @@ def _tightfit(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Buffers:
+class _Buffers(NamedTuple):
     borders: int
     """States that are kept."""
     parameters: int
@@ -136,8 +124,7 @@ def _scan_buffers(ops: Operations, shape: Mamba1) -> _Buffers:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanCut:
+class ScanCut(NamedTuple):
     """How our scan cuts a pass: see `_Cut` in mamba/gpu_scan.py, which a test holds equal."""
 
     wide: int
@@ -166,13 +153,7 @@ def _modules(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     tape, wide = ops.tape, ops.size(shape.inner)
     x, gate = tape.split(xz, (wide, wide))
     u = tape.op((x,), wide, saves=(x,))
-    x_dbl = ops.linear(u, "mixer.x_proj", shape.dt_rank + 2 * shape.state, shape.inner)
-    low, b, c = tape.split(x_dbl, (ops.size(shape.dt_rank), ops.size(shape.state), ops.size(shape.state)))
-    if shape.normed_bcdt:
-        low, b, c = (
-            ops.norm(slot, features, "rms", trains=False)
-            for slot, features in ((low, shape.dt_rank), (b, shape.state), (c, shape.state))
-        )
+    x_dbl, low, b, c = _project(ops, u, shape)
     delta = ops.linear(low, "mixer.dt_proj", shape.inner, shape.dt_rank)
     buffers = _scan_buffers(ops, shape)
     out = tape.op(
@@ -190,15 +171,10 @@ def _modules(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
 def _torch(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     """transformers without kernels: every discretised step and every state is a tensor of its own."""
     tape, wide32 = ops.tape, ops.size(shape.inner, FP32)
-    numel, trains = shape.inner * shape.state, ops.setting.trains_base
+    numel = shape.inner * shape.state
     # -exp(A_log.float()): the exponential is kept if A_log trains, the product by whoever uses it
-    a = tape.op(
-        (),
-        numel * FP32,
-        makes=(numel * FP32,),
-        weight_grad=numel * ops.setting.width if trains else 0,
-        backward_temp=2 * numel * FP32 if trains else 0,
-    )
+    temp = 2 * numel * FP32 if ops.setting.trains_base else 0
+    a = tape.op((), numel * FP32, makes=(numel * FP32,), weight_grad=ops.grad(numel), backward_temp=temp)
     u_part, gate = tape.split(xz, (ops.size(shape.inner), ops.size(shape.inner)))
     u = ops.convolve(u_part, "mixer.conv1d", shape.inner, shape.conv)
     step, b, c, delta = _projections(ops, u, shape)
@@ -220,28 +196,26 @@ def _join_copy(ops: Operations, x: Slot) -> Slot:
     return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size)
 
 
-def _projections(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, Slot, Slot]:
-    """The step after softplus, B, C, and the raw step, which a variable keeps."""
-    tape, setting = ops.tape, ops.setting
-    wide, state, rank = ops.size(shape.inner), ops.size(shape.state), ops.size(shape.dt_rank)
-    x_dbl = ops.linear(_join_copy(ops, u), "mixer.x_proj", shape.dt_rank + 2 * shape.state, shape.inner)
-    low, b, c = tape.split(x_dbl, (rank, state, state))
+def _project(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, Slot, Slot]:
+    """The small projections together, and apart: the step's, B and C."""
+    widths = (shape.dt_rank, shape.state, shape.state)
+    x_dbl = ops.linear(u, "mixer.x_proj", sum(widths), shape.inner)
+    low, b, c = ops.tape.split(x_dbl, tuple([ops.size(width) for width in widths]))
     if shape.normed_bcdt:
         low, b, c = (
-            ops.norm(slot, features, "rms", trains=False)
-            for slot, features in ((low, shape.dt_rank), (b, shape.state), (c, shape.state))
+            ops.norm(part, width, "rms", trains=False) for part, width in zip((low, b, c), widths, strict=True)
         )
+    return x_dbl, low, b, c
+
+
+def _projections(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, Slot, Slot]:
+    """The step after softplus, B, C, and the raw step, which a variable keeps."""
+    tape, wide = ops.tape, ops.size(shape.inner)
+    _, low, b, c = _project(ops, _join_copy(ops, u), shape)
     # weight @ low: folded into one product and copied back into (b, c, l) order
-    trains = setting.trains_base
-    raw = tape.op(
-        (low,),
-        wide,
-        saves=(low,) if trains else (),
-        forward_temp=wide,
-        backward_temp=wide,
-        weight_grad=shape.inner * shape.dt_rank * setting.width if trains else 0,
-    )
-    biased = tape.op((raw,), wide, passes=True, weight_grad=shape.inner * setting.width if trains else 0)
+    saves, grad = (low,) if ops.setting.trains_base else (), ops.grad(shape.inner * shape.dt_rank)
+    raw = tape.op((low,), wide, saves=saves, forward_temp=wide, backward_temp=wide, weight_grad=grad)
+    biased = tape.op((raw,), wide, passes=True, weight_grad=ops.grad(shape.inner))
     return tape.op((biased,), wide, saves=(biased,)), b, c, raw
 
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 Turn = tuple[int, int, int]
 """Of one module: what is held when it is called, the most while it runs, and the most from then to the next call."""
@@ -79,12 +78,12 @@ class LayerCost:
     """The same when nothing is kept: the first pass of a checkpointed layer, or evaluation."""
     recompute: int
     """The same when a checkpointed layer runs again: it stops as soon as the last kept tensor is there."""
-    backward: int
+    backward: int = 0
     """The most that is held in its backward pass, the gradient of its output included."""
-    backward_kept: int
+    backward_kept: int = 0
     """The same where its weight gradients stay until the step (unsharded, ZeRO-1)."""
-    weight_grads: int
-    input_grad: int
+    weight_grads: int = 0
+    input_grad: int = 0
     arrivals: tuple[tuple[int, int], ...] = ()
     """Each weight gradient in the order in which it arrives: its bytes, and what is held right then beside it."""
     modules: tuple[str, ...] = ()
@@ -158,24 +157,18 @@ def measure(tape: Tape, layer_input: Slot, layer_output: Slot, *, stops: bool = 
     with the last tensor that is kept."""
     kept = {id(slot): slot for op in tape.ops for slot in op.saves}
     saved = sum([slot.size for slot in kept.values()])
-    forward = _walk_forward(tape, kept, layer_input, layer_output)
-    unsaved = _walk_forward(tape, {}, layer_input, layer_output)
-    back = _walk_back(tape, saved, layer_input, layer_output)
-    return LayerCost(
+    forward, again, turns = _walk_forward(tape, kept, layer_input, layer_output)
+    unsaved, _, unsaved_turns = _walk_forward(tape, {}, layer_input, layer_output)
+    so_far = LayerCost(
         saved=saved,
         output=layer_output.size,
-        forward=forward.peak,
-        forward_unsaved=unsaved.peak,
-        recompute=forward.again if stops else forward.peak,
-        backward=back.peak,
-        backward_kept=back.peak_kept,
-        weight_grads=back.weight_grads,
-        input_grad=back.input_grad,
-        arrivals=back.arrivals,
+        forward=forward,
+        forward_unsaved=unsaved,
+        recompute=again if stops else forward,
         modules=tuple([name for name, _, _ in tape.calls]),
-        turns=(forward.turns, unsaved.turns, back.turns),
-        arrives_in=back.arrives_in,
+        turns=(turns, unsaved_turns, ()),
     )
+    return _walk_back(tape, so_far, layer_input, layer_output)
 
 
 def _runs_again(ops: list[Op]) -> int:
@@ -192,14 +185,10 @@ def _runs_again(ops: list[Op]) -> int:
     return last + any([id(slot) in own for slot in op.saves])
 
 
-class _Forward(NamedTuple):
-    peak: int
-    again: int
-    """Of the part that a recomputation runs."""
-    turns: tuple[Turn, ...]
-
-
-def _walk_forward(tape: Tape, kept: Mapping[int, Slot], layer_input: Slot, layer_output: Slot) -> _Forward:
+def _walk_forward(
+    tape: Tape, kept: Mapping[int, Slot], layer_input: Slot, layer_output: Slot
+) -> tuple[int, int, tuple[Turn, ...]]:
+    """The most that is held, the most of the part that a recomputation runs, and the turns."""
     ops, uses = tape.ops, dict[int, int]()
     for op in ops:
         for slot in op.inputs:
@@ -242,37 +231,24 @@ def _walk_forward(tape: Tape, kept: Mapping[int, Slot], layer_input: Slot, layer
                 live -= slot.size
     passed += [most, 0, 0][: len(borders) + 1 - len(passed)]  # the last module may end with the layer
     turns = tuple(zip(calls, passed[1::2], passed[2::2], strict=True))
-    return _Forward(peak, again if stop < len(ops) else peak, turns)
+    return peak, again if stop < len(ops) else peak, turns
 
 
+@dataclass(slots=True, eq=False)
 class _Gradient:
     """A gradient's storage, and how many tensors have it as theirs."""
 
-    __slots__ = ("owners", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.owners = 1
+    size: int
+    owners: int = 1
 
 
-class _Back(NamedTuple):
-    peak: int
-    """With weight gradients released at once."""
-    peak_kept: int
-    """With weight gradients kept."""
-    weight_grads: int
-    input_grad: int
-    arrivals: tuple[tuple[int, int], ...]
-    arrives_in: tuple[int, ...]
-    turns: tuple[Turn, ...]
-
-
-def _walk_back(tape: Tape, saved: int, layer_input: Slot, layer_output: Slot) -> _Back:
+def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: Slot) -> LayerCost:
+    """The cost with that of the backward pass."""
     ops = tape.ops
     keepers = Counter([id(slot) for op in ops for slot in op.saves])
     gradients: dict[int, _Gradient] = {id(layer_output): _Gradient(layer_output.size)}
     arrivals: list[tuple[int, int]] = []
-    live = peak = peak_kept = saved + layer_output.size
+    live = peak = peak_kept = so_far.saved + layer_output.size
     weight_grads = 0
     arrives_in: list[int] = []
     borders = [border for _, since, until in reversed(tape.calls) for border in (until, since)]
@@ -314,8 +290,16 @@ def _walk_back(tape: Tape, saved: int, layer_input: Slot, layer_output: Slot) ->
     final = gradients.get(id(layer_input))
     passed += [most, 0, 0][: len(borders) + 1 - len(passed)]  # the first module may begin with the layer
     turns = tuple(zip(calls, passed[1::2], passed[2::2], strict=True))[::-1]
-    gone = final.size if final else 0
-    return _Back(peak, peak_kept, weight_grads, gone, tuple(arrivals), tuple(arrives_in), turns)
+    return replace(
+        so_far,
+        backward=peak,
+        backward_kept=peak_kept,
+        weight_grads=weight_grads,
+        input_grad=final.size if final else 0,
+        arrivals=tuple(arrivals),
+        turns=(*so_far.turns[:2], turns),
+        arrives_in=tuple(arrives_in),
+    )
 
 
 def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tuple[int, int, int]:

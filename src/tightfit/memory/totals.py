@@ -91,7 +91,7 @@ class Scale:
     def __init__(self, shape: ModelShape, levers: Levers, hardware: Hardware) -> None:
         self.shape, self.levers, self.hardware = shape, levers, hardware
         self.engine = ENGINES[levers.engine]
-        self.job = make_job(shape, levers, hardware.world, hardware.gpu, overhead.CONTEXT_BYTES)
+        self.job = make_job(shape, levers, hardware.world, hardware.gpu)
         self._steady: dict[bool, Steady] = {}
 
     def totals(self, depth: Checkpointing) -> Totals:

@@ -20,15 +20,10 @@ ALLREDUCE_ELEMENTS = 500_000_000
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base, acts, earlier = _persistent(job), job.acts, _earlier(job)
     peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, earlier)
-    inside: Components = {
-        "activations": peak.activations + acts.shared,
-        "recompute": peak.recompute,
-        "gradients": peak.gradients,
-    }
     return {
         "forward": combine(base, {"gradients": earlier}, passing(acts)),
         "loss": combine(at_the_loss(job), kept_for_backward(acts)),
-        "backward": combine(base, worst(inside, _ends(job))),
+        "backward": combine(base, worst(peak.components(acts.shared), _ends(job))),
     }
 
 

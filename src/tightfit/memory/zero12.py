@@ -29,7 +29,7 @@ from tightfit.memory.job import (
 )
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import state_bytes, step_temporary
-from tightfit.memory.overhead import CONTEXT_BYTES, beside
+from tightfit.memory.overhead import beside
 from tightfit.memory.weights import Weights
 from tightfit.messages import Message
 from tightfit.types import PhaseName
@@ -58,36 +58,33 @@ def partition(weights: Weights, world: int) -> Partition:
 
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base, acts = _persistent(job), job.acts
-    part = partition(job.weights, job.world)
-    own_grads = _own_grads(job, part)
     return {
-        "forward": combine(base, _waiting(job, own_grads), passing(acts)),
+        "forward": combine(base, _waiting(job), passing(acts)),
         "loss": combine(at_the_loss(job), kept_for_backward(acts)),
-        "backward": combine(base, _backward(job, part, own_grads)),
+        "backward": combine(base, _backward(job)),
     }
 
 
 def at_the_loss(job: MemoryJob) -> Components:
-    waiting = _waiting(job, _own_grads(job, partition(job.weights, job.world)))
-    return combine(_persistent(job), waiting, logits(job))
+    return combine(_persistent(job), _waiting(job), logits(job))
 
 
 def at_the_top(job: MemoryJob) -> Components:
     """The bucket comes with the first gradient, which is the embedding's where that trains alone."""
-    own_grads = _own_grads(job, partition(job.weights, job.world))
     bucket = _bucket(job) if job.levers.trains != "embeddings" else 0
-    return combine(_persistent(job), {"gradients": _earlier(job, own_grads), "buckets": bucket})
+    return combine(_persistent(job), {"gradients": _earlier(job), "buckets": bucket})
 
 
-def _own_grads(job: MemoryJob, part: Partition) -> int:
-    return 0 if job.levers.offload_optimizer != "none" else part.covering * job.weights.trainable_width
+def _own_grads(job: MemoryJob) -> int:
+    offloaded = job.levers.offload_optimizer != "none"
+    return 0 if offloaded else partition(job.weights, job.world).covering * job.weights.trainable_width
 
 
-def _waiting(job: MemoryJob, own_grads: int) -> Components:
-    waiting: Components = {"gradients": _earlier(job, own_grads)}
-    if job.levers.engine == "zero1" and job.levers.accumulation > 1:
-        waiting["buckets"] = _bucket(job)  # allocated by the first backward pass, kept until gradients are reduced
-    return waiting
+def _waiting(job: MemoryJob) -> Components:
+    """Of earlier micro batches. Stage 1's bucket, which the first backward pass allocates, stays until gradients are
+    reduced."""
+    stays = job.levers.engine == "zero1" and job.levers.accumulation > 1
+    return {"gradients": _earlier(job), "buckets": _bucket(job) if stays else 0}
 
 
 def _persistent(job: MemoryJob) -> Components:
@@ -105,13 +102,13 @@ def _persistent(job: MemoryJob) -> Components:
     }
 
 
-def _earlier(job: MemoryJob, own_grads: int) -> int:
+def _earlier(job: MemoryJob) -> int:
     """Gradients of earlier micro batches that wait through the next one."""
     if job.levers.accumulation == 1:
         return 0
     if job.levers.engine == "zero1":
         return job.weights.trainable_numel * job.weights.trainable_width
-    return own_grads
+    return _own_grads(job)
 
 
 def _bucket(job: MemoryJob) -> int:
@@ -122,60 +119,49 @@ def _bucket(job: MemoryJob) -> int:
     return buckets.reduce_bucket * job.weights.trainable_width * (2 if buckets.overlap_comm else 1)
 
 
-def _backward(job: MemoryJob, part: Partition, own_grads: int) -> Components:
+def _backward(job: MemoryJob) -> Components:
     if job.levers.trains == "embeddings":
-        return _backward_to_the_embedding(job, part, own_grads)
-    acts, levers, weights = job.acts, job.levers, job.weights
-    bucket = _bucket(job)
-    earlier = _earlier(job, own_grads)
+        return _backward_to_the_embedding(job)
+    acts, levers, bucket, earlier = job.acts, job.levers, _bucket(job), _earlier(job)
     if levers.engine == "zero1":
         peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, earlier)
-        inside: Components = {"gradients": peak.gradients, "buckets": bucket}
+        beside: Components = {"buckets": bucket}
     else:
-        owners = Owners(weights.trainable_numel, part.numel) if part.numel else None
+        numel = partition(job.weights, job.world).numel
+        owners = Owners(job.weights.trainable_numel, numel) if numel else None
         elements = levers.buckets.reduce_bucket
         peak = peak_with_buckets(acts, elements, job.tied_grad, job.embedding_grad, None, 0, owners)
-        inside = {"gradients": peak.gradients + earlier, "buckets": bucket + peak.buckets}
-    inside |= {"activations": peak.activations + acts.shared, "recompute": peak.recompute}
-    return worst(_first_gradient(job, bucket, earlier), inside, _ends(job, part))
+        beside = {"gradients": earlier, "buckets": bucket}
+    inside = combine(peak.components(acts.shared), beside)
+    return worst(_first_gradient(job, bucket, earlier), inside, _ends(job))
 
 
 def at_the_end(job: MemoryJob) -> Components:
-    ends = _ends(job, partition(job.weights, job.world)) if job.levers.trains != "embeddings" else {}
-    return combine(_persistent(job), ends)
+    return combine(_persistent(job), _ends(job) if job.levers.trains != "embeddings" else {})
 
 
-def _ends(job: MemoryJob, part: Partition) -> Components:
+def _ends(job: MemoryJob) -> Components:
     """All gradients are there, and leave through the bucket."""
-    bucket, own_grads = _bucket(job), _own_grads(job, part)
-    if job.levers.engine == "zero1":
-        left = _emptying(job.weights, job.levers.buckets.reduce_bucket, part) * job.weights.trainable_width
-        ends: Components = {"gradients": left, "buckets": bucket}
-    else:
-        ends = {"gradients": own_grads + _earlier(job, own_grads), "buckets": bucket}
-    return worst(ends, _leaving(job, part, bucket)) if job.levers.offload_optimizer != "none" else ends
+    left = _emptying(job) if job.levers.engine == "zero1" else _own_grads(job) + _earlier(job)
+    ends: Components = {"gradients": left, "buckets": _bucket(job)}
+    return worst(ends, _leaving(job)) if job.levers.offload_optimizer != "none" else ends
 
 
-def _leaving(job: MemoryJob, part: Partition, bucket: int) -> Components:
+def _leaving(job: MemoryJob) -> Components:
     """Each gradient of the partition is upcast for its norm before it leaves for the host."""
     weights, elements = job.weights, job.levers.buckets.reduce_bucket
     oversized = weights.largest_trainable if weights.largest_trainable > elements else 0
-    return {"gradients": oversized * weights.trainable_width, "buckets": bucket, "temporaries": FP64 * part.largest}
+    gradients, largest = oversized * weights.trainable_width, partition(weights, job.world).largest
+    return {"gradients": gradients, "buckets": _bucket(job), "temporaries": FP64 * largest}
 
 
-def _backward_to_the_embedding(job: MemoryJob, part: Partition, own_grads: int) -> Components:
+def _backward_to_the_embedding(job: MemoryJob) -> Components:
     """Where nothing above it trains, the first gradient to arrive is the last: only then does the bucket appear."""
     acts, levers, weights, grad = job.acts, job.levers, job.weights, job.embedding_grad
-    elements, bucket, earlier = levers.buckets.reduce_bucket, _bucket(job), _earlier(job, own_grads)
-    resting = bucket if levers.engine == "zero1" and levers.accumulation > 1 else 0
+    bucket, earlier, resting = _bucket(job), _earlier(job), _waiting(job)["buckets"]
     peak = peak_with_accumulation(acts, job.tied_grad, 0, earlier)
     moments: list[Components] = [
-        {
-            "activations": peak.activations + acts.shared,
-            "recompute": peak.recompute,
-            "gradients": peak.gradients,
-            "buckets": resting,
-        },
+        peak.components(acts.shared) | {"buckets": resting},
         # the layers' gradient is turned into the embedding's, to which a tied head's is added
         {
             "activations": acts.shared,
@@ -185,18 +171,18 @@ def _backward_to_the_embedding(job: MemoryJob, part: Partition, own_grads: int) 
         },
     ]
     if levers.engine == "zero1":
-        left = _emptying(weights, elements, part) * weights.trainable_width
-        moments.append({"gradients": left, "buckets": bucket})
+        moments.append({"gradients": _emptying(job), "buckets": bucket})
     else:
-        stays = grad if grad > elements * weights.trainable_width else 0  # a larger one has no room in the bucket
-        one_owner = part.numel >= weights.trainable_numel
+        room = levers.buckets.reduce_bucket * weights.trainable_width
+        stays = grad if grad > room else 0  # a larger one has no room in the bucket
+        one_owner = partition(weights, job.world).numel >= weights.trainable_numel
         moments += [
             {"gradients": earlier + grad, "buckets": bucket},
             {"gradients": earlier + stays, "buckets": bucket + (0 if one_owner else grad)},
-            {"gradients": earlier + stays + own_grads, "buckets": bucket},
+            {"gradients": earlier + stays + _own_grads(job), "buckets": bucket},
         ]
     if levers.offload_optimizer != "none":
-        moments.append(_leaving(job, part, bucket))
+        moments.append(_leaving(job))
     return worst(*moments)
 
 
@@ -207,7 +193,7 @@ def _first_gradient(job: MemoryJob, bucket: int, earlier: int) -> Components:
     if job.levers.method != "full":
         return {}
     whole = job.shape.vocab_size * job.shape.hidden_size
-    if job.shape.tied and not job.trains_embedding:
+    if job.shape.tied and not job.levers.trains_embedding:
         whole = 0
     waits = job.levers.engine == "zero1" or job.shape.tied or whole > job.levers.buckets.reduce_bucket
     norm = head.norm_backward + (whole * job.weights.width if waits else 0)
@@ -218,8 +204,13 @@ def _first_gradient(job: MemoryJob, bucket: int, earlier: int) -> Components:
     }
 
 
+def _emptying(job: MemoryJob) -> int:
+    part, bucket = partition(job.weights, job.world), job.levers.buckets.reduce_bucket
+    return _empty(job.weights, bucket, part) * job.weights.trainable_width
+
+
 @lru_cache(maxsize=256)
-def _emptying(weights: Weights, bucket: int, part: Partition) -> int:
+def _empty(weights: Weights, bucket: int, part: Partition) -> int:
     """Stage 1 reduces when all gradients are there, from the first on (`reduce_gradients`): each leaves its own memory
     for the bucket's, which is reduced when it is full, and those of this rank go on into a buffer of their own.
     The most elements beside the bucket."""
@@ -254,23 +245,18 @@ def step(job: MemoryJob) -> Components:
     flat = part.numel * (width + job.master_width if width != job.master_width else width)
     update = flat + step_temporary(job.levers.optimizer, part.numel)
     temporary = max(update, FP64 * part.largest)
-    return combine(_persistent(job), {"gradients": _own_grads(job, part), "temporaries": temporary})
+    return combine(_persistent(job), {"gradients": _own_grads(job), "temporaries": temporary})
 
 
 def initialise(job: MemoryJob) -> Components:
     weights, levers, part = job.weights, job.levers, partition(job.weights, job.world)
     trainable = weights.trainable_numel * weights.trainable_width
-    flattening: Components = {"weights": weights.bytes}
-    if flattens_on_gpu(job):
-        flattening = {"weights": weights.bytes, "temporaries": trainable}
+    flattening: Components = {"weights": weights.bytes, "temporaries": trainable if flattens_on_gpu(job) else 0}
     masters: Components = {"weights": weights.bytes, "temporaries": part.numel * weights.trainable_width}
     if levers.offload_optimizer == "none":
         # fp32 clone of the partition, then a gradient of the same size that is dropped again
-        masters = {
-            "weights": weights.bytes,
-            "master_weights": part.numel * job.master_width,
-            "temporaries": part.numel * job.master_width,
-        }
+        clone = part.numel * job.master_width
+        masters |= {"master_weights": clone, "temporaries": clone}
     return worst(building(job), flattening, masters)
 
 
@@ -289,11 +275,10 @@ def flattens_on_gpu(job: MemoryJob) -> bool:
     """
     if release(job.levers.deepspeed_version) < FLATTENS_ON_GPU_SINCE:
         return False
-    if job.free_bytes is None:
+    if job.card_bytes is None:
         return True
     both = job.weights.bytes + job.weights.trainable_numel * job.weights.trainable_width
-    card = job.free_bytes + CONTEXT_BYTES
-    return both + sum(beside(both, job.world, None).values()) <= FLATTENING_SHARE * card
+    return both + sum(beside(both, job.world, None).values()) <= FLATTENING_SHARE * job.card_bytes
 
 
 def reasons(job: MemoryJob) -> tuple[Message, ...]:

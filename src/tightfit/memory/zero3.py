@@ -97,20 +97,13 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
     if acts.setting.trains_base and (_leaf_mixers(job.levers) or _leaf_experts(job)):
         acts = hold_by_leaves(acts, job.shape)
     peak = peak_with_buckets(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
-    backward: Components = {
-        "activations": peak.activations + acts.shared,
-        "recompute": peak.recompute,
-        "gradients": peak.gradients,
-        "buckets": peak.buckets,
-        "gathered_weights": peak.gathered,
-    }
     called: Components = {"activations": acts.head.saved_norm, "gathered_weights": whole.loss * width}
     before: Components = {"activations": acts.head.norm_forward, "gathered_weights": whole.norm_forward * width}
     loss = worst(_head(acts, whole.at_loss * width), called, before, _final_norm(job, whole.norm * width))
     return {
         "forward": combine(base, _forward(acts, whole, width)),
         "loss": combine(base, kept_for_backward(acts), loss),
-        "backward": combine(base, backward),
+        "backward": combine(base, peak.components(acts.shared)),
     }
 
 

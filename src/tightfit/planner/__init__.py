@@ -2,8 +2,7 @@
 
 `plan` is the one public function; `tightfit.plan` is the same, and `plan_within` the same with all that can bound a
 search. `limits.py` turns the question round (the longest sequence, the largest model), `tiers.py` holds the named
-corners of the levers, `step_down.py` has the next plan after one that ran out of memory and `way_up.py` the faster one
-that would have fitted.
+corners of the levers, `step_down.py` has the next plan after one that ran out of memory, or left much unused.
 """
 
 from __future__ import annotations

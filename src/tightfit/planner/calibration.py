@@ -33,9 +33,9 @@ from functools import lru_cache
 from typing import Literal
 
 from tightfit.job import Job
-from tightfit.memory import TRAINING
-from tightfit.memory.overhead import beside, reasons
-from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
+from tightfit.memory import sum_up
+from tightfit.memory.overhead import reasons
+from tightfit.types import Footprint, Hardware, Levers, ModelShape, Phase, PhaseName
 
 COMPONENT = "measured_error"
 """The component of a phase that a calibration adds; negative where less was measured than predicted."""
@@ -267,31 +267,12 @@ def correct(footprint: Footprint, correction: Correction | None, hardware: Hardw
         return footprint
     gpu = _phases(footprint.gpu.phases, "gpu", correction)
     host = _phases(footprint.host.phases, "host", correction)
-    peak_phase = max(TRAINING, key=lambda name: gpu[name].total_bytes)
-    peak, init = gpu[peak_phase].total_bytes, gpu["init"].total_bytes
-    extra = beside(max(peak, init), hardware.world, hardware.gpu)
-    per_rank = max(phase.total_bytes for phase in host.values())
+    nvme = footprint.host.nvme_bytes_per_node // _ranks(hardware)
+    on_gpu, on_host = sum_up(gpu, host, hardware.world, hardware, nvme)
     # what its phases decide of what was said is said anew
     old = reasons(footprint.gpu.phases, footprint.gpu.peak_phase)
     kept = tuple(sentence for sentence in footprint.because if sentence not in old)
-    return replace(
-        footprint,
-        gpu=GpuFootprint(
-            phases=gpu,
-            peak_phase=peak_phase,
-            peak_bytes=peak,
-            init_peak_bytes=init,
-            required_bytes=max(peak, init) + sum(extra.values()),
-            overhead=extra,
-        ),
-        host=HostFootprint(
-            phases=host,
-            peak_bytes_per_rank=per_rank,
-            peak_bytes_per_node=per_rank * _ranks(hardware),
-            nvme_bytes_per_node=footprint.host.nvme_bytes_per_node,
-        ),
-        because=reasons(gpu, peak_phase, kept),
-    )
+    return replace(footprint, gpu=on_gpu, host=on_host, because=reasons(gpu, on_gpu.peak_phase, kept))
 
 
 def _phases(phases: Mapping[PhaseName, Phase], where: Place, correction: Correction | None) -> dict[PhaseName, Phase]:

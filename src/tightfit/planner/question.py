@@ -5,7 +5,6 @@ A floor is what a way holds in any case, for a fraction of the price: what does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
@@ -119,13 +118,16 @@ def weight_of(question: Question, scale: Scale, depth: Checkpointing) -> Weight:
 
 def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> Weight:
     hardware = question.hardware
-    over = sum(_over_caps(question, footprint, question.caps)) if footprint else 0
-    steady = any(_over_caps(question, footprint, question.steady_caps)) if footprint else False
+    held = []
+    if footprint:
+        held = [(phase_bytes(footprint, cap.where, cap.phase, hardware), cap.most_bytes) for cap in question.caps]
+    over = [_over(need, most) for need, most in held]
+    steady = any(more and cap in question.steady_caps for cap, more in zip(question.caps, over, strict=False))
     on_host = _over(totals.host, hardware.host_ram_bytes) + _over(totals.nvme, hardware.nvme_bytes)
     hopeless = steady or on_host > 0 or required_bytes(totals.init, hardware) > hardware.gpu.memory_bytes
     return Weight(
-        excess=max(0, _required_bytes(totals, hardware) - question.gpu_limit_bytes) + on_host + over,
-        share=_share(question, totals, footprint),
+        excess=max(0, _required_bytes(totals, hardware) - question.gpu_limit_bytes) + on_host + sum(over),
+        share=_share(totals, hardware, question.gpu_limit_bytes, held),
         is_hopeless=hopeless or required_bytes(totals.step, hardware) > question.gpu_limit_bytes,
         required=totals.required,
         host=totals.host,
@@ -137,26 +139,14 @@ def excess_bytes(question: Question, footprint: Footprint) -> int:
     return _weight(question, totals_of(footprint), footprint).excess
 
 
-def _over_caps(question: Question, footprint: Footprint, caps: Iterable[Cap]) -> Iterator[int]:
-    for cap in caps:
-        yield max(0, phase_bytes(footprint, cap.where, cap.phase, question.hardware) - cap.most_bytes)
-
-
-def excess_share(question: Question, footprint: Footprint) -> float:
+def excess_share(footprint: Footprint, hardware: Hardware, limit_bytes: int) -> float:
     """The same as a share of what there is, of that which is shortest: a GiB of the GPU is not one of the host."""
-    return _share(question, totals_of(footprint), footprint)
+    return _share(totals_of(footprint), hardware, limit_bytes, [])
 
 
-def _share(question: Question, totals: Totals, footprint: Footprint | None) -> float:
-    hardware = question.hardware
-    missing = [
-        (_required_bytes(totals, hardware), question.gpu_limit_bytes),
-        (totals.host, hardware.host_ram_bytes),
-        (totals.nvme, hardware.nvme_bytes),
-    ]
-    if footprint is not None:
-        held = ((phase_bytes(footprint, cap.where, cap.phase, hardware), cap.most_bytes) for cap in question.caps)
-        missing += held
+def _share(totals: Totals, hardware: Hardware, limit_bytes: int, capped: list[tuple[int, int]]) -> float:
+    beside = ((totals.host, hardware.host_ram_bytes), (totals.nvme, hardware.nvme_bytes))
+    missing = [(_required_bytes(totals, hardware), limit_bytes), *beside, *capped]
     return max([_over(need, have) / max(have or 1, 1) for need, have in missing])
 
 

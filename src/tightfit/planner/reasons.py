@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from math import ceil
+from typing import get_args
 
 from tightfit.inputs.flags import LEVERS, checkpointing_word, flags_from_levers
 from tightfit.job import Job
@@ -28,26 +29,14 @@ MOST_TEMPTING = 3
 MOST_HOPELESS = 6
 """Ways of each kind to show: the chosen one with the next best, those that were faster and do not fit, and, where
 nothing fits, those that are nearest to it."""
-CAUSES: dict[Cause, Message] = {
-    "arithmetic": Message("plan.cause-arithmetic"),
-    "memory traffic": Message("plan.cause-memory-traffic"),
-    "recomputation": Message("plan.cause-recomputation"),
-    "dequantisation": Message("plan.cause-dequantisation"),
-    "optimizer": Message("plan.cause-optimizer"),
-    "communication": Message("plan.cause-communication"),
-    "host link": Message("plan.cause-host-link"),
-    "host optimizer": Message("plan.cause-host-optimizer"),
-    "launch overhead": Message("plan.cause-launch-overhead"),
-}
-PLACES: dict[PhaseName, Message] = {
-    "init": Message("plan.at-init"),
-    "forward": Message("plan.at-forward"),
-    "loss": Message("plan.at-loss"),
-    "backward": Message("plan.at-backward"),
-    "step": Message("plan.at-step"),
-    "eval": Message("plan.at-eval"),
-    "save": Message("plan.at-save"),
-}
+_CAUSES = [
+    *("plan.cause-arithmetic", "plan.cause-memory-traffic", "plan.cause-recomputation"),
+    *("plan.cause-dequantisation", "plan.cause-optimizer", "plan.cause-communication"),
+    *("plan.cause-host-link", "plan.cause-host-optimizer", "plan.cause-launch-overhead"),
+]
+CAUSES: dict[Cause, Message] = dict(zip(get_args(Cause), map(Message, _CAUSES), strict=True))
+_PLACES = ("plan.at-init", "plan.at-forward", "plan.at-loss", "plan.at-backward", "plan.at-step", "plan.at-eval")
+PLACES: dict[PhaseName, Message] = dict(zip(get_args(PhaseName), map(Message, (*_PLACES, "plan.at-save")), strict=True))
 NO_LEVER = {"deepspeed_version", "dataloader_workers"}
 """What a job may pin without narrowing the choice."""
 _SAVING = [flag for flag, lever in LEVERS.items() if lever.group == "what saves memory" and flag not in STRATEGY]
@@ -65,11 +54,11 @@ def worth_showing(plan: Plan) -> tuple[Way, ...]:
     """
     chosen = plan.chosen
     if chosen is None:
-        return tuple(sorted(plan.alternatives, key=lambda way: _distance(plan, way))[:MOST_HOPELESS])
+        return tuple(sorted(plan.alternatives, key=_distance)[:MOST_HOPELESS])
     others = [way for way in plan.alternatives if _training(way) == _training(chosen)]
     unfit = [way for way in others if not way.fits]
     tempting = [way for way in unfit if way.pace.step_s < chosen.pace.step_s]
-    tempting = sorted(tempting, key=lambda way: _distance(plan, way))[:MOST_TEMPTING]
+    tempting = sorted(tempting, key=_distance)[:MOST_TEMPTING]
     if not tempting:  # slower and too large: still what people try first
         tempting = unfit[:2]
     fitting = [way for way in others if way.fits][: MOST_FITTING - 1]
@@ -83,17 +72,9 @@ def _training(way: Way) -> tuple[object, ...]:
     return (*what, levers.precision, levers.optimizer, levers.master_weights)
 
 
-def _distance(plan: Plan, way: Way) -> tuple[float, float]:
+def _distance(way: Way) -> tuple[float, float]:
     """How far a way is from fitting, in the search's own measure; of two that are as far, the faster first."""
-    question = Question(
-        shape=way.shape,
-        base=way.levers,
-        pinned=frozenset(),
-        hardware=way.hardware,
-        effective_batch=way.effective_batch,
-        margin=plan.job.limits.margin,
-    )
-    return excess_share(question, way.footprint), way.pace.step_s
+    return excess_share(way.footprint, way.hardware, way.gpu_limit_bytes), way.pace.step_s
 
 
 def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
@@ -167,7 +148,7 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
         sentences += [Message("plan.changes-training", change=change) for change in chosen.changes]
         others = [way for way in plan.alternatives if _training(way) != _training(chosen)]
         if chosen.changes and others:
-            nearest = _nearest(min(others, key=lambda way: _distance(plan, way)))
+            nearest = _nearest(min(others, key=_distance))
             sentences.append(Message("plan.nothing-without-change", nearest=nearest))
         elif not chosen.changes and job.limits.allow:
             sentences.append(Message("plan.no-change-needed"))

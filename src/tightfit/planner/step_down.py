@@ -1,6 +1,7 @@
-"""The next plan after memory ran out: the fastest of those that predict to use enough less where it was missing.
+"""The next plan after memory ran out: the fastest of those that predict to use enough less where it was missing; and
+after a run that left much of its cards unused, the faster one that would fit (`room_above`).
 
-`step_down` is the one public function. It changes how the training is computed, never what: model, method, sequence,
+`step_down` changes how the training is computed, never what: model, method, sequence,
 precision, optimizer and effective batch stay those of the last plan, unless the job's `limits.allow` names what may
 change. What the user pinned stays pinned; a tier's levers are defaults and give way.
 
@@ -16,18 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from tightfit.inputs.flags import TRAINING, spelt
 from tightfit.job import Job
 from tightfit.job.fields import FREE_LEVERS
-from tightfit.messages import Message, Said
+from tightfit.memory import required_bytes
+from tightfit.messages import Listing, Message, Said
 from tightfit.planner import answer_question, question_of
 from tightfit.planner.calibration import Place, correct, phase_bytes
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Cap, Question
 from tightfit.planner.reasons import lever_changes, remedy_message
-from tightfit.planner.search import something_fits
+from tightfit.planner.search import search, something_fits
 from tightfit.planner.tier_values import TIERS
 from tightfit.priced import amounts
 from tightfit.types import PhaseName
@@ -39,19 +41,19 @@ Reason = Literal["memory", "fragmentation", "pinned"]
 
 MARGIN = 0.02
 """Of the card or of the host's RAM: asked for beyond what was missing, for what fails a moment later."""
+MUCH = 0.15
+"""Of the card: what a run must have left unused before anybody is told."""
+WORTH = 0.05
+"""Of the tokens a second: what a change must bring to be worth a sentence."""
 
 NARROWING = frozenset(flag for flag, lever in FREE_LEVERS.items() if not lever.kept) | {"attention"}
 """Pins without which there would be more to choose from."""
 
-PLACES: dict[PhaseName, Message] = {
-    "init": Message("plan.failed-init"),
-    "forward": Message("plan.failed-forward"),
-    "loss": Message("plan.failed-loss"),
-    "backward": Message("plan.failed-backward"),
-    "step": Message("plan.failed-step"),
-    "eval": Message("plan.failed-eval"),
-    "save": Message("plan.failed-save"),
-}
+_PLACES = [
+    *("plan.failed-init", "plan.failed-forward", "plan.failed-loss", "plan.failed-backward"),
+    *("plan.failed-step", "plan.failed-eval", "plan.failed-save"),
+]
+PLACES: dict[PhaseName, Message] = dict(zip(get_args(PhaseName), map(Message, _PLACES), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,3 +280,41 @@ def _no_way(last: Plan, answer: Plan, question: Question, failed: Tried, margin:
 def unpin(question: Question) -> Question:
     """The same with every free lever free."""
     return replace(question, pinned=question.pinned - {*NARROWING, "accumulation", "buckets"})
+
+
+# --- the way up ---------------------------------------------------------------------------------
+
+
+def room_above(plan: Plan, measured_peak_bytes: int, *, bounds: Bounds | None = None) -> Plan | None:
+    """The faster plan, where the run left much of the card unused and there is one; None: there is none.
+
+    The plan was the fastest that was predicted to fit. A faster one fits where the run took less than predicted, which
+    the calibration now knows, or where a pinned lever or a tier was in the way. Pass the calibration with what the run
+    has taught already.
+    """
+    way = plan.chosen
+    if way is None or unused_share(way, measured_peak_bytes) <= MUCH:
+        return None
+    asked = same_training_question(plan, bounds or Bounds())
+    free = unpin(asked)
+    for question in (asked, free) if free.pinned != asked.pinned else (asked,):
+        best = search(question, nearest=False).best
+        if best is not None and best.pace.tokens_per_s > way.pace.tokens_per_s * (1 + WORTH):
+            best = replace(best, changes=way.changes, skips_long=way.skips_long)
+            peak, size = amounts(max(measured_peak_bytes, 1), way.hardware.gpu.memory_bytes)
+            said = Message(
+                "plan.way-up",
+                peak=peak,
+                size=size,
+                left=unused_share(way, measured_peak_bytes),
+                changes=Listing(lever_changes(way, best), ";"),
+                tokens=best.pace.tokens_per_s,
+                share=best.pace.tokens_per_s / way.pace.tokens_per_s - 1,
+            )
+            return replace(plan, chosen=best, alternatives=(), because=(said,))
+    return None
+
+
+def unused_share(way: Way, measured_peak_bytes: int) -> float:
+    """The share of the card that was left, what lies beside the tensors counted as used."""
+    return 1 - required_bytes(max(measured_peak_bytes, 0), way.hardware) / way.hardware.gpu.memory_bytes

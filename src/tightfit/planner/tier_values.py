@@ -23,7 +23,8 @@ class Tier:
     """What a name stands for."""
 
     name: TierName
-    about: Message
+    said: str
+    """The id of what it is for."""
     engine: str
     offload_optimizer: str = "none"
     offload_param: str = "none"
@@ -36,6 +37,10 @@ class Tier:
     """4-bit weights under adapters."""
     frugal: bool = False
     """ZeRO-3 with little gathered at a time."""
+
+    @property
+    def about(self) -> Message:
+        return Message(self.said)
 
     def levers(self) -> dict[str, Any]:
         """The free levers that it pins, under the names of the flags."""
@@ -55,33 +60,16 @@ class Tier:
 TIERS: dict[str, Tier] = {
     tier.name: tier
     for tier in (
-        Tier("deepspeed", Message("plan.tier-deepspeed"), "zero2", micro_batch=4, accumulation=4, sequence=2048),
-        Tier(
-            "stage2_offload",
-            Message("plan.tier-stage2-offload"),
-            "zero2",
-            "cpu",
-            micro_batch=3,
-            accumulation=6,
-            sequence=1792,
-        ),
-        Tier("stage3", Message("plan.tier-stage3"), "zero3", micro_batch=2, accumulation=8, sequence=1536),
-        Tier("minimal", Message("plan.tier-minimal"), "zero3", "cpu", "cpu", accumulation=16, sequence=1024),
-        Tier("standard", Message("plan.tier-standard"), "zero3", "cpu", "cpu", accumulation=8),
-        Tier("fp16_safe", Message("plan.tier-fp16-safe"), "zero3", "cpu", "cpu", accumulation=8, precision="fp16"),
-        Tier("extreme", Message("plan.tier-extreme"), "zero3", "cpu", "cpu", sequence=512, precision="fp16"),
-        Tier(
-            "optimized",
-            Message("plan.tier-optimized"),
-            "zero3",
-            "cpu",
-            "cpu",
-            accumulation=32,
-            sequence=512,
-            frugal=True,
-        ),
-        Tier("quantized", Message("plan.tier-quantized"), "zero2", accumulation=32, sequence=512, quantised=True),
-        Tier("limit", Message("plan.tier-limit"), "zero2", accumulation=64, sequence=256, quantised=True),
+        Tier("deepspeed", "plan.tier-deepspeed", "zero2", micro_batch=4, accumulation=4, sequence=2048),
+        Tier("stage2_offload", "plan.tier-stage2-offload", "zero2", "cpu", "none", 3, accumulation=6, sequence=1792),
+        Tier("stage3", "plan.tier-stage3", "zero3", micro_batch=2, accumulation=8, sequence=1536),
+        Tier("minimal", "plan.tier-minimal", "zero3", "cpu", "cpu", accumulation=16, sequence=1024),
+        Tier("standard", "plan.tier-standard", "zero3", "cpu", "cpu", accumulation=8),
+        Tier("fp16_safe", "plan.tier-fp16-safe", "zero3", "cpu", "cpu", accumulation=8, precision="fp16"),
+        Tier("extreme", "plan.tier-extreme", "zero3", "cpu", "cpu", sequence=512, precision="fp16"),
+        Tier("optimized", "plan.tier-optimized", "zero3", "cpu", "cpu", accumulation=32, sequence=512, frugal=True),
+        Tier("quantized", "plan.tier-quantized", "zero2", accumulation=32, sequence=512, quantised=True),
+        Tier("limit", "plan.tier-limit", "zero2", accumulation=64, sequence=256, quantised=True),
     )
 }
 

@@ -20,8 +20,7 @@ from tightfit.planner import plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.reasons import lever_changes
-from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, step_down
-from tightfit.planner.way_up import room_above
+from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, room_above, step_down
 from tightfit.priced import strategy_name
 from tightfit.runs.calibration import learn_from_failure, learned
 from tightfit.runs.cause import config_of_plan
