@@ -8,8 +8,7 @@ from dataclasses import replace
 from tightfit.memory import estimate
 from tightfit.pace import pace
 from tightfit.planner.candidates import complexity, corners, strategies
-from tightfit.planner.depths import depths_to_try
-from tightfit.planner.ladder import FULL, OFFLOADED
+from tightfit.planner.ladder import FULL, OFFLOADED, depths_to_try
 from tightfit.planner.question import Question, excess_bytes
 from tightfit.types import Checkpointing, Hardware, Levers
 

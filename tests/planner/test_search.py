@@ -21,8 +21,7 @@ from tightfit.job import Job, Machine
 from tightfit.memory import Scale, estimate, required_bytes, totals_of
 from tightfit.pace import Clock, pace
 from tightfit.planner import candidates, plan
-from tightfit.planner.depths import depths_to_try, from_below, in_a_valley, past_a_floor
-from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
+from tightfit.planner.ladder import FULL, OFFLOADED, Ladder, depths_to_try, from_below, in_a_valley, past_a_floor
 from tightfit.planner.question import Question
 from tightfit.planner.search import rank, something_fits
 from tightfit.types import Checkpointing, Gpu, Hardware, ModelShape

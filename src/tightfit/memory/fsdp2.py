@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.backward import NOTHING, Peak
-from tightfit.memory.job import Components, MemoryJob, building, combine, kept_for_backward, passing, share, worst
+from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, passing, share, worst
 from tightfit.memory.operations import FP32
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes, step_temporary
 from tightfit.memory.weights import effective_lora, is_adapted, is_linear
@@ -50,7 +50,7 @@ def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base, groups = _persistent(job), _groups_of(job)
     return {
         "forward": combine(base, {"gradients": _earlier(job)}, _forward(job, *[_gather(job, each) for each in groups])),
-        "loss": combine(at_the_loss(job), kept_for_backward(job.acts)),
+        "loss": combine(at_the_loss(job), keeping(job.acts)),
         "backward": combine(base, _backward(job, *groups)),
     }
 
@@ -111,12 +111,12 @@ def _forward(job: MemoryJob, embedding: Gather, layer: Gather, head: Gather) -> 
     moments: list[Components] = [
         {"gathered_weights": embedding.whole + embedding.arriving},
         {"recompute": acts.stream, "gathered_weights": embedding.buffer + arriving},
-        kept_for_backward(acts) | {"gathered_weights": layer.buffer + arriving},
+        keeping(acts) | {"gathered_weights": layer.buffer + arriving},
         passing(acts) | {"gathered_weights": root + layer.whole + layer.buffer},
     ]
     if not job.shape.tied:
         top = layer.buffer + head.whole + head.arriving
-        moments.append(kept_for_backward(acts) | {"recompute": acts.stream, "gathered_weights": top})
+        moments.append(keeping(acts) | {"recompute": acts.stream, "gathered_weights": top})
     return worst(*moments)
 
 

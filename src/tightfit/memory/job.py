@@ -94,7 +94,7 @@ def worst(*moments: Components) -> Components:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def kept_for_backward(acts: Activations) -> Components:
+def keeping(acts: Activations) -> Components:
     """What all layers keep for the backward pass."""
     return {"activations": acts.kept + acts.shared}
 

@@ -29,6 +29,11 @@ def state_bytes(optimizer: Optimizer, numel: int, width: int, *, flat: bool) -> 
     return 0
 
 
+def flat_states(optimizer: Optimizer, numel: int, width: int) -> int:
+    """Those of a rank's flat part of all parameters on the GPU: paged ones may all lie on the host."""
+    return 0 if optimizer == "paged_adamw8bit" else state_bytes(optimizer, numel, width, flat=True)
+
+
 class States(NamedTuple):
     """Bytes of 8-bit states, held parameter by parameter."""
 

@@ -9,7 +9,7 @@ parameters themselves, and its states appear with the first step.
 from __future__ import annotations
 
 from tightfit.memory.backward import peak_with_accumulation
-from tightfit.memory.job import Components, MemoryJob, building, combine, kept_for_backward, logits, passing, worst
+from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, logits, passing, worst
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, factored_bytes, state_bytes, step_temporary
 from tightfit.types import PhaseName
 
@@ -22,7 +22,7 @@ def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, earlier)
     return {
         "forward": combine(base, {"gradients": earlier}, passing(acts)),
-        "loss": combine(at_the_loss(job), kept_for_backward(acts)),
+        "loss": combine(at_the_loss(job), keeping(acts)),
         "backward": combine(base, worst(peak.components(acts.shared), _ends(job))),
     }
 

@@ -16,19 +16,9 @@ from typing import NamedTuple
 
 from tightfit.inputs.versions import release
 from tightfit.memory.backward import Owners, peak_with_accumulation, peak_with_buckets
-from tightfit.memory.job import (
-    Components,
-    MemoryJob,
-    building,
-    combine,
-    kept_for_backward,
-    logits,
-    passing,
-    share,
-    worst,
-)
+from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, logits, passing, share, worst
 from tightfit.memory.operations import FP64
-from tightfit.memory.optimizers import state_bytes, step_temporary
+from tightfit.memory.optimizers import flat_states, step_temporary
 from tightfit.memory.overhead import beside
 from tightfit.memory.weights import Weights
 from tightfit.messages import Message
@@ -60,7 +50,7 @@ def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     base, acts = _persistent(job), job.acts
     return {
         "forward": combine(base, _waiting(job), passing(acts)),
-        "loss": combine(at_the_loss(job), kept_for_backward(acts)),
+        "loss": combine(at_the_loss(job), keeping(acts)),
         "backward": combine(base, _backward(job)),
     }
 
@@ -93,11 +83,10 @@ def _persistent(job: MemoryJob) -> Components:
         spare = weights.largest_trainable * weights.trainable_width  # temp_grad_buffer_for_gpu_offload
         return {"weights": weights.bytes, "buckets": spare, "temporaries": job.workspaces}
     numel = partition(weights, job.world).numel
-    paged = levers.optimizer == "paged_adamw8bit"
     return {
         "weights": weights.bytes,
         "master_weights": job.master_width * numel,
-        "optimizer_states": 0 if paged else state_bytes(levers.optimizer, numel, job.master_width, flat=True),
+        "optimizer_states": flat_states(levers.optimizer, numel, job.master_width),
         "temporaries": job.workspaces,
     }
 

@@ -16,21 +16,10 @@ from typing import NamedTuple
 from tightfit.inputs.versions import release
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import fullest, peak_with_buckets, turns_of
-from tightfit.memory.gathered import (
-    EMPTY,
-    Called,
-    Gathered,
-    GatherLimits,
-    Model,
-    Module,
-    Node,
-    Param,
-    Passes,
-    stretches,
-)
-from tightfit.memory.job import Components, MemoryJob, building, combine, kept_for_backward, passing, share, worst
+from tightfit.memory.gathered import EMPTY, Called, Gathered, GatherLimits, Model, Module, Node, Passes, stretches
+from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, passing, share, worst
 from tightfit.memory.operations import FP64
-from tightfit.memory.optimizers import state_bytes, step_temporary
+from tightfit.memory.optimizers import flat_states, step_temporary
 from tightfit.memory.replay import Replay, count_settling_layers, gather_nothing, replay, replay_between
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
@@ -55,15 +44,11 @@ class Shards(NamedTuple):
 @lru_cache(maxsize=1024)
 def shards(weights: Weights, world: int, threshold: int, sub_group_size: int) -> Shards:
     trainable, frozen = weights.trainable, weights.frozen
-    groups: list[int] = []
-    current = 0
+    groups = [0]
     for numel in trainable:
-        current += share(numel, world)
-        if current >= sub_group_size:
-            groups.append(current)
-            current = 0
-    if current or not groups:
-        groups.append(current)
+        if groups[-1] >= sub_group_size:
+            groups.append(0)
+        groups[-1] += share(numel, world)
     return Shards(
         trainable=sum(groups),
         frozen=sum(share(numel, world) for numel in frozen),
@@ -97,12 +82,20 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
     if acts.setting.trains_base and (_leaf_mixers(job.levers) or _leaf_experts(job)):
         acts = hold_by_leaves(acts, job.shape)
     peak = peak_with_buckets(acts, job.levers.buckets.reduce_bucket, job.tied_grad, job.embedding_grad, whole, leaving)
-    called: Components = {"activations": acts.head.saved_norm, "gathered_weights": whole.loss * width}
-    before: Components = {"activations": acts.head.norm_forward, "gathered_weights": whole.norm_forward * width}
-    loss = worst(_head(acts, whole.at_loss * width), called, before, _final_norm(job, whole.norm * width))
+    # In the final norm's backward pass the head is no longer whole. A head's gradient that does not fit into the bucket
+    # or that waits for the embedding's is still there.
+    head = acts.head
+    grad = head.head_grad or head.fused_grad
+    waits = grad if job.shape.tied or grad > job.levers.buckets.reduce_bucket * width else 0
+    loss = worst(
+        _head(acts) | {"gathered_weights": whole.at_loss * width},
+        {"activations": head.saved_norm, "gathered_weights": whole.loss * width},
+        {"activations": head.norm_forward, "gathered_weights": whole.norm_forward * width},
+        {"activations": head.norm_backward, "gradients": waits, "gathered_weights": whole.norm * width},
+    )
     return {
         "forward": combine(base, _forward(acts, whole, width)),
-        "loss": combine(base, kept_for_backward(acts), loss),
+        "loss": combine(base, keeping(acts), loss),
         "backward": combine(base, peak.components(acts.shared)),
     }
 
@@ -130,27 +123,14 @@ def _forward(acts: Activations, whole: Gathered, width: int) -> Components:
     return best
 
 
-def _head(acts: Activations, gathered: int) -> Components:
+def _head(acts: Activations) -> Components:
     head = acts.head
-    return {
-        "activations": head.saved_norm,
-        "logits": max(head.forward_logits, head.backward_head),
-        "gathered_weights": gathered,
-    }
-
-
-def _final_norm(job: MemoryJob, gathered: int) -> Components:
-    """Its backward pass, for which the head is no longer whole. A head's gradient that does not fit into the bucket, or
-    that waits for the embedding's, is still there."""
-    head, bucket = job.acts.head, job.levers.buckets.reduce_bucket * job.weights.width
-    grad = head.head_grad or head.fused_grad
-    waits = grad if job.shape.tied or grad > bucket else 0
-    return {"activations": head.norm_backward, "gradients": waits, "gathered_weights": gathered}
+    return {"activations": head.saved_norm, "logits": max(head.forward_logits, head.backward_head)}
 
 
 def at_the_loss(job: MemoryJob) -> Components:
     """Without the parameters that are released again: how many of them are whole depends on the depth."""
-    return combine(_persistent(job), _head(job.acts, 0))
+    return combine(_persistent(job), _head(job.acts))
 
 
 def at_the_top(job: MemoryJob) -> Components:
@@ -158,8 +138,7 @@ def at_the_top(job: MemoryJob) -> Components:
     return _persistent(job)
 
 
-def at_the_end(job: MemoryJob) -> Components:
-    return _persistent(job)
+at_the_end = at_the_top
 
 
 def _persistent(job: MemoryJob) -> Components:
@@ -167,23 +146,18 @@ def _persistent(job: MemoryJob) -> Components:
     width = weights.trainable_width
     # in the precision that is sent, which is the working one; before, in that of what trains
     sent = weights.width if release(levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE else width
+    packed = share(weights.quantised_bytes - weights.scales_bytes, job.world)
+    parts = own.trainable * width + own.frozen * weights.width + packed
     components: Components = {
-        "weights": 0 if levers.offload_param != "none" else own.trainable * width + own.frozen * weights.width,
+        "weights": weights.scales_bytes + (0 if levers.offload_param != "none" else parts),
         "gathered_weights": own.persistent * width,
         "buckets": levers.buckets.reduce_bucket * sent if levers.buckets.contiguous_gradients else 0,
         "temporaries": job.workspaces,
     }
-    if weights.quantised_numel:
-        packed = weights.quantised_bytes - weights.scales_bytes
-        components["weights"] += weights.scales_bytes
-        components["weights"] += 0 if levers.offload_param != "none" else share(packed, job.world)
     if levers.offload_optimizer == "none":
-        paged = levers.optimizer == "paged_adamw8bit"
         components["gradients"] = own.trainable * width
         components["master_weights"] = own.trainable * job.master_width
-        components["optimizer_states"] = (
-            0 if paged else state_bytes(levers.optimizer, own.trainable, job.master_width, flat=True)
-        )
+        components["optimizer_states"] = flat_states(levers.optimizer, own.trainable, job.master_width)
     return components
 
 
@@ -197,8 +171,7 @@ def step(job: MemoryJob) -> Components:
 
 
 def initialise(job: MemoryJob) -> Components:
-    levers, weights, own = job.levers, job.weights, shards_of(job)
-    width = weights.trainable_width
+    levers, weights, own, width = job.levers, job.weights, shards_of(job), job.weights.trainable_width
     full, offloaded = levers.method == "full", levers.offload_param != "none"
     parts = 0 if offloaded else (own.trainable if full else 0) * width + own.frozen * weights.width
     largest = max(weights.largest_trainable if full else 0, max(weights.frozen, default=0))
@@ -207,8 +180,7 @@ def initialise(job: MemoryJob) -> Components:
     head = job.shape.vocab_size * job.shape.hidden_size if job.shape.tied else 0
     untied = 0 if offloaded else share(head, job.world)
     cutting: Components = {"weights": parts, "temporaries": (max(largest, head) + untied) * weights.width}
-    if weights.quantised_numel:
-        # a quantised model is loaded whole on every rank, and only then cut
+    if weights.quantised_numel:  # a quantised model is loaded whole on every rank, and only then cut
         cutting = building(job)
     finished = _persistent(job) | {"temporaries": 0, "optimizer_states": 0, "gathered_weights": 0}
     # every trainable parameter is gathered once more to hang hooks on it
@@ -253,19 +225,15 @@ def hold_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
         if key not in alike:
             alike[key] = _hold_by_leaf(moment, acts, shape.blocks[kind], shape.hidden_size)
         more, cost = alike[key]
-        moments.append(
-            Moment(moment.layer, moment.kept, moment.working + more, moment.working_kept, cost, moment.recomputes)
-        )
+        moments.append(moment._replace(working=moment.working + more, cost=cost))
     return replace(acts, moments=tuple(moments))
 
 
 def _hold_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: int) -> tuple[int, LayerCost]:
     """What a layer holds more at its fullest, and its costs with its gradients in the order in which they leave."""
     cost, setting = moment.cost, acts.setting
-    if isinstance(block.mlp, Moe):
-        return 0, _hold_by_experts(cost, block, setting.width)
     if not isinstance(block.mixer, Mamba1):
-        return 0, cost
+        return 0, _hold_by_experts(cost, block, setting.width) if isinstance(block.mlp, Moe) else cost
     (inner, _), (projection, left), *others = cost.arrivals
     # in the projection's backward pass its input and its output's gradient are still there
     turn = setting.tokens * (2 * block.mixer.inner + hidden_size) * setting.width
@@ -281,34 +249,29 @@ def _hold_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: 
 
 def _hold_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
     """Likewise: the gradients of router and experts wait for that of what they all read, each in its own memory."""
-    waits = [cost.modules[whose].startswith("mlp.") for whose in cost.arrives_in]
     norms = {tensor.numel * width for tensor in block.tensors if not tensor.name.startswith("mlp.")}
-    inside = [
-        (grad, live, whose)
-        for (grad, live), whose, own in zip(cost.arrivals, cost.arrives_in, waits, strict=True)
-        if own and grad not in norms
-    ]
+    every = list(zip(cost.arrivals, cost.arrives_in, strict=True))
+    inside = {pair: whose for pair, whose in every if cost.modules[whose].startswith("mlp.") and pair[0] not in norms}
+    waits = [pair for pair, _ in every if pair in inside]
     if not inside:
         return cost
-    left = inside[-1][1]
-    waiting = total = sum([grad for grad, _, _ in inside])
-    arrivals, arrives_in = [], []
+    (_, left), last = waits[-1], inside[waits[-1]]
+    waiting = total = sum([grad for grad, _ in waits])
+    arrivals = []
     for tensor in block.tensors:
         if tensor.name.startswith("mlp."):
             waiting -= tensor.numel * width
-            arrivals.append((tensor.numel * width, left + waiting))
-            arrives_in.append(inside[-1][2])
-    gone = {(grad, live) for grad, live, _ in inside}
-    others = [(pair, whose) for pair, whose in zip(cost.arrivals, cost.arrives_in, strict=True) if pair not in gone]
-    largest = max([grad for grad, _, _ in inside])
+            arrivals.append(((tensor.numel * width, left + waiting), last))
+    arrivals += [(pair, whose) for pair, whose in every if pair not in inside]
+    largest = max([grad for grad, _ in waits])
     turns = []
     for name, (at_call, most, after) in zip(cost.modules, cost.turns[2], strict=True):
         more = total if name == "mlp.gate" else total - largest if name.startswith("mlp.") else 0
         turns.append((at_call + (more if name == "mlp.gate" else 0), most + more, after))
     return replace(
         cost,
-        arrivals=(*arrivals, *[pair for pair, _ in others]),
-        arrives_in=(*arrives_in, *[whose for _, whose in others]),
+        arrivals=tuple([pair for pair, _ in arrivals]),
+        arrives_in=tuple([whose for _, whose in arrivals]),
         turns=(*cost.turns[:2], tuple(turns)),
     )
 
@@ -374,9 +337,8 @@ def settle_for(job: MemoryJob) -> Settled:
 
 @lru_cache(maxsize=64)
 def _settle(model: Model, passes: Passes, limits: GatherLimits) -> Settled:
-    known = _replay(model, passes, limits)
+    known, top = _replay(model, passes, limits), 0
     whole = known.gathered
-    top = 0
     if known.standings:
         called = whole.called[-1].held
         top = min([left for _, _, left in called]) if called else whole.layers[-1]
@@ -535,19 +497,16 @@ def _leaf_of(inside: dict[str, list[Tensor]], modules: list[Node], style: Style)
 
 def _call(name: str, tensors: list[Tensor], style: Style, threshold: int, first: int) -> tuple[Node, int]:
     """A module, or PEFT's wrapper with base, dropout, A and B; the wrapper reads A's weight itself."""
-    lora, method = style.lora, style.method
-    params: list[Param] = []
-    for index, tensor in enumerate(tensors):
-        numel = tensor.numel // 2 if method == "qlora" and is_linear(tensor) else tensor.numel
-        params.append((first + index, numel))
+    lora, packs = style.lora, style.method == "qlora"
+    sizes = [tensor.numel // 2 if packs and is_linear(tensor) else tensor.numel for tensor in tensors]
+    owned = tuple([(first + index, numel) for index, numel in enumerate(sizes) if numel > threshold])
     first += len(tensors)
-    owned = tuple(param for param in params if param[1] > threshold)
     named = "" if _place(name) in (0, 2, 4) or name.startswith("mixer") else name
     base = Module(owned, frozen=style.frozen, reads_input=name.rpartition(".")[2] in _READS_INPUT, name=named)
     adapted = next((t for t in tensors if lora is not None and is_adapted(t, lora)), None)
     if adapted is None or lora is None:
         return base, first
-    sizes = (lora.rank * adapted.shape[1], adapted.shape[0] * lora.rank)
-    down, up = (((first + i, size),) if size > threshold else () for i, size in enumerate(sizes))
+    pair = (lora.rank * adapted.shape[1], adapted.shape[0] * lora.rank)
+    down, up = (((first + i, size),) if size > threshold else () for i, size in enumerate(pair))
     wrapper, lower, upper = (f"{named}/{part}" if named else "" for part in ("", "A", "B"))
     return (Module(down, name=wrapper), base, EMPTY, Module(down, name=lower), Module(up, name=upper)), first + 2

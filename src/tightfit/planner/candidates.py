@@ -1,12 +1,13 @@
 """The ways in which one training can be computed: the free levers, multiplied out.
 
 Nothing here changes what is trained. A lever that the user pinned has one value. The depth of checkpointing
-is left out: `depths.py` searches it.
+is left out: `ladder.py` searches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -176,17 +177,9 @@ def corners(
     for micro in _micro_batches(base, pinned, share):
         for loss in losses:
             levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss)
-            if _is_legal(levers, shape):  # of which neither kernels nor buckets make a difference
-                for choice in choices:
-                    yield Corner(levers, choice, searched)
-
-
-def _is_legal(levers: Levers, shape: ModelShape) -> bool:
-    try:
-        check_levers(levers, shape)
-    except UserError:
-        return False
-    return True
+            with suppress(UserError):
+                check_levers(levers, shape)  # of which neither kernels nor buckets make a difference
+                yield from [Corner(levers, choice, searched) for choice in choices]
 
 
 def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
@@ -211,9 +204,8 @@ def attention_choices(
     windowed = any(m.sliding_window is not None and m.sliding_window <= base.sequence for m in mixers)
     arch = hardware.gpu.arch or ""
     has_flash = arch.startswith("sm_") and arch[3:].isdigit() and int(arch[3:]) >= 80
-    if windowed and base.precision != "fp32" and has_flash:
-        return ("sdpa", "flash", "eager")
-    return ("sdpa", "eager")
+    tries_flash = windowed and base.precision != "fp32" and has_flash
+    return ("sdpa", "flash", "eager") if tries_flash else ("sdpa", "eager")
 
 
 def _scans(shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities) -> tuple[Scan, ...]:
@@ -248,9 +240,7 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     micros = {corner.rest.micro_batch for corner in all_corners}
     ends = {min(micros), max(micros)} if micros else set()
     least = min((_buffers(corner.choice.buckets) for corner in all_corners), default=None)
-    kept = [
-        corner for corner in all_corners if corner.rest.micro_batch in ends and _buffers(corner.choice.buckets) == least
-    ]
+    kept = [each for each in all_corners if each.rest.micro_batch in ends and _buffers(each.choice.buckets) == least]
     return sorted(kept, key=lambda corner: (corner.rest.micro_batch, corner.rest.loss != "fused"))
 
 

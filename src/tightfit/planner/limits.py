@@ -40,22 +40,12 @@ class Limit:
 def longest_sequence(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds = FREE) -> Limit:
     """In steps of 64 tokens, up to what the model was made for."""
     known = shape.max_positions
-    most = min(known or MOST_TOKENS, MOST_TOKENS)
-
-    def fits(steps: int) -> bool:
-        return _fits(replace(job, sequence=steps * STEP_TOKENS), shape, hardware, bounds)
-
-    steps = _largest(fits, max(1, most // STEP_TOKENS))
-    tokens = steps * STEP_TOKENS if steps else None
-    said: list[Said] = []
-    if tokens is not None and known is not None and tokens + STEP_TOKENS > known:
-        said.append(Message("plan.made-for", name=shape.name, known=known))
-    return Limit(
-        wanted="seq",
-        value=tokens,
-        plan=_plan(replace(job, sequence=tokens or STEP_TOKENS), shape, hardware, bounds),
-        because=tuple(said),
-    )
+    most = max(1, min(known or MOST_TOKENS, MOST_TOKENS) // STEP_TOKENS)
+    steps, found = _largest(lambda steps: replace(job, sequence=steps * STEP_TOKENS), most, shape, hardware, bounds)
+    tokens = steps * STEP_TOKENS
+    is_all = steps and known is not None and tokens + STEP_TOKENS > known
+    said = (Message("plan.made-for", name=shape.name, known=known),) if is_all else ()
+    return Limit(wanted="seq", value=tokens or None, plan=found, because=said)
 
 
 def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds = FREE) -> Limit:
@@ -68,14 +58,9 @@ def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware, bounds:
         batch = micro * accumulation * hardware.world
         return replace(job, effective_batch=batch, levers={**job.levers, "micro_batch": micro})
 
-    micro = _largest(lambda count: _fits(asked(count), shape, hardware, bounds), MOST_SEQUENCES)
+    micro, found = _largest(asked, MOST_SEQUENCES, shape, hardware, bounds)
     said = Message("plan.batch-follows", micro=micro or 1)
-    return Limit(
-        wanted="micro-batch",
-        value=micro or None,
-        plan=_plan(asked(micro or 1), shape, hardware, bounds),
-        because=(said,),
-    )
+    return Limit(wanted="micro-batch", value=micro or None, plan=found, because=(said,))
 
 
 def largest_model(job: Job, hardware: Hardware, names: Iterable[str] = tuple(PRESETS), bounds: Bounds = FREE) -> Limit:
@@ -106,13 +91,15 @@ def _plan(job: Job, shape: ModelShape, hardware: Hardware, bounds: Bounds) -> Pl
     return plan_within(replace(bounds, every_gpu=True), job, shape, hardware)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest count up to `most` that fits, by doubling and bisection; 0: none."""
+def _largest(
+    asked: Callable[[int], Job], most: int, shape: ModelShape, hardware: Hardware, bounds: Bounds
+) -> tuple[int, Plan]:
+    """The largest count up to `most` that fits, by doubling and bisection; 0: none. With the plan for it, or for 1."""
     low, high = 0, 1
-    while high <= most and fits(high):
+    while high <= most and _fits(asked(high), shape, hardware, bounds):
         low, high = high, high * 2
     high = min(high, most + 1)
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        low, high = (middle, high) if _fits(asked(middle), shape, hardware, bounds) else (low, middle)
+    return low, _plan(asked(low or 1), shape, hardware, bounds)

@@ -12,7 +12,7 @@ whatever a smaller one can.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -82,14 +82,10 @@ def something_fits(question: Question) -> bool:
 def fits_at_all(question: Question) -> bool:
     """The same for all GPUs and no fewer."""
     for levers in _strategies(question):
-        ladders = _frugal_ladders(question, _corners(question, levers))
+        ladders = [Ladder(question, corner, set()) for corner in frugal(_corners(question, levers))]
         if _can_fit([ladder for ladder in ladders if ladder.may_fit()]):
             return True
     return False
-
-
-def _frugal_ladders(question: Question, every: Iterable[Corner]) -> list[Ladder]:
-    return [Ladder(question, corner, set()) for corner in frugal(every)]
 
 
 def _can_fit(ladders: list[Ladder]) -> bool:
@@ -113,28 +109,24 @@ def _smaller(question: Question) -> Iterator[Question]:
 def _is_slower(question: Question, most_s: float) -> bool:
     """Whether the GPU's own work on its share of the batch takes longer than this, with nothing recomputed and nobody
     to wait for. Most often the arithmetic alone does."""
-    alone = replace(question.hardware, nodes=1, gpus_per_node=1)
     levers = replace(question.base, engine="zero0", offload_optimizer="none", offload_param="none")
-    clock = Clock(question.shape, levers, alone)
+    clock = Clock(question.shape, levers, replace(question.hardware, nodes=1, gpus_per_node=1))
     if clock.least_s(question.effective_batch // question.hardware.world) > most_s:
         return True
     return all(clock.own_s(corner.rest, corner.choice) > most_s for corner in _corners(question, levers))
 
 
 def _strategies(question: Question) -> list[Levers]:
-    every = strategies(question.base, question.pinned, question.hardware, question.ours)
-    return [
-        levers
-        for levers in every
-        if (question.engines is None or levers.engine in question.engines)
-        and question.trainer.starts(levers.engine, levers, question.hardware)
-    ]
+    def can_start(levers: Levers) -> bool:
+        known = question.engines is None or levers.engine in question.engines
+        return known and question.trainer.starts(levers.engine, levers, question.hardware)
+
+    return [*filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))]
 
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
-    return corners(
-        question.shape, levers, question.pinned, question.hardware, question.effective_batch, question.trainer
-    )
+    batch, trainer = question.effective_batch, question.trainer
+    return corners(question.shape, levers, question.pinned, question.hardware, batch, trainer)
 
 
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
@@ -153,7 +145,7 @@ def _search_world(question: Question, found: SearchResult, most_s: float = inf, 
             race.append((times[0], len(race), corner, times))
         if min(race, default=(inf,))[0] > most_s + TIE_S:
             continue
-        ladders = _frugal_ladders(question, [corner for _, _, corner, _ in race])
+        ladders = [Ladder(question, corner, set()) for corner in frugal([corner for _, _, corner, _ in race])]
         way: Way | None = None
         if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
             way = _race(question, race, ladders, found.weighed, most_s)
@@ -201,7 +193,8 @@ class _Thinkable:
 
     def __init__(self, question: Question, frugal_ones: list[Ladder], sizes: Sizes) -> None:
         self.question, self.sizes = question, sizes
-        self.least = frugal_ones[0].corner.choice.buckets
+        least = frugal_ones[0].corner.choice.buckets
+        self.least = {name: getattr(least, name) for name in ("reduce_bucket", "allgather_bucket", "overlap_comm")}
         self.smaller: dict[Buckets, Buckets] = {}
         self.ladders = {_key(ladder.corner, ladder.corner.choice.buckets): ladder for ladder in frugal_ones}
         self.depths: dict[_Key, int | None] = {}
@@ -209,14 +202,9 @@ class _Thinkable:
             ladder.sizes = sizes
 
     def depth(self, corner: Corner) -> int | None:
-        own, least = corner.choice.buckets, self.least
+        own = corner.choice.buckets
         if own not in self.smaller:
-            self.smaller[own] = replace(
-                own,
-                reduce_bucket=least.reduce_bucket,
-                allgather_bucket=least.allgather_bucket,
-                overlap_comm=least.overlap_comm,
-            )
+            self.smaller[own] = replace(own, **self.least)
         buckets = self.smaller[own]
         key = _key(corner, buckets)
         if key not in self.depths:
