@@ -16,9 +16,9 @@ GIB = 2**30
 
 STEP = ("forward", "loss", "backward", "step")
 """The phases of a training step."""
-WEIGHTS = frozenset({"weights", "gathered weights"})
+WEIGHTS = frozenset({"weights", "gathered_weights"})
 GRADIENTS = frozenset({"gradients", "buckets"})
-OPTIMIZER = frozenset({"master weights", "optimizer states"})
+OPTIMIZER = frozenset({"master_weights", "optimizer_states"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +43,12 @@ class Priced:
     @property
     def gpu_spare_bytes(self) -> int | None:
         """What stays free on each card; negative: what is missing; None: no card was named."""
-        if self.hardware is None:
-            return None
-        return self.hardware.gpu.memory_bytes - self.footprint.gpu.required_bytes
+        return _less(self.hardware.gpu.memory_bytes if self.hardware else None, self.footprint.gpu.required_bytes)
 
     @property
     def host_spare_bytes(self) -> int | None:
         """Likewise of a node's RAM; None: its size is not known."""
-        if self.hardware is None or self.hardware.host_ram_bytes is None:
-            return None
-        return self.hardware.host_ram_bytes - self.footprint.host.peak_bytes_per_node
+        return _less(self.hardware.host_ram_bytes if self.hardware else None, self.footprint.host.peak_bytes_per_node)
 
     @property
     def fits(self) -> bool | None:
@@ -65,9 +61,11 @@ class Priced:
     @property
     def nvme_spare_bytes(self) -> int | None:
         """None: the size of the disk is not known."""
-        if self.hardware is None or self.hardware.nvme_bytes is None:
-            return None
-        return self.hardware.nvme_bytes - self.footprint.host.nvme_bytes_per_node
+        return _less(self.hardware.nvme_bytes if self.hardware else None, self.footprint.host.nvme_bytes_per_node)
+
+
+def _less(have: int | None, need: int) -> int | None:
+    return None if have is None else have - need
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +92,9 @@ class Share:
         return self._largest(WEIGHTS | GRADIENTS | OPTIMIZER, others=True)
 
     def _largest(self, names: frozenset[str], others: bool = False) -> int:
-        phases = self.priced.footprint.gpu.phases
+        steps = [phase for phase in self.priced.footprint.gpu.phases.values() if phase.name in STEP]
         return max(
-            sum(size for name, size in phase.components.items() if (spell_component(name) in names) is not others)
-            for phase in phases.values()
-            if phase.name in STEP
+            sum(size for name, size in phase.components.items() if (name in names) is not others) for phase in steps
         )
 
 

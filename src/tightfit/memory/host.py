@@ -82,13 +82,9 @@ def _accumulated_bytes(weights: Weights, world: int, width: int, pin: bool) -> i
 
 
 @lru_cache(maxsize=512)
-def _trainable_parts(weights: Weights, world: int, width: int, pin: bool) -> int:
-    return _parts(weights.trainable, world, width, pin)
-
-
-@lru_cache(maxsize=512)
-def _frozen_parts(weights: Weights, world: int, width: int, pin: bool) -> int:
-    return _parts(weights.frozen, world, width, pin)
+def _parts_of(weights: Weights, world: int, width: int, frozen_width: int, pin: bool) -> tuple[int, int]:
+    """Of what trains, and of what is frozen."""
+    return _parts(weights.trainable, world, width, pin), _parts(weights.frozen, world, frozen_width, pin)
 
 
 def _parts(parameters: Iterable[int], world: int, width: int, pin: bool) -> int:
@@ -97,16 +93,15 @@ def _parts(parameters: Iterable[int], world: int, width: int, pin: bool) -> int:
 
 
 def _zero3_params(job: MemoryJob) -> Components:
-    levers, own = job.levers, shards_of(job)
+    levers, width = job.levers, job.weights.trainable_width
     if levers.offload_param == "none":
         return {}
-    width, pin = job.weights.trainable_width, levers.buckets.pin_memory
     if levers.offload_param == "nvme":
         return _swap_buffers(job)
     # each part is pinned as it is made; the trainable ones then move into one flat buffer,
     # and their old blocks stay with the allocator
-    parts = _trainable_parts(job.weights, job.world, width, pin) + _frozen_parts(job.weights, job.world, width, pin)
-    return {"weights": parts, "buckets": pinned_bytes(own.trainable * width)}
+    trainable, frozen = _parts_of(job.weights, job.world, width, width, levers.buckets.pin_memory)
+    return {"weights": trainable + frozen, "buckets": pinned_bytes(shards_of(job).trainable * width)}
 
 
 def swap_buffer_numel(shape: ModelShape, levers: Levers, world: int) -> int:
@@ -168,20 +163,18 @@ def _optimizer_buffers(job: MemoryJob) -> int:
 
 def nvme_bytes(job: MemoryJob) -> int:
     """Swap files of one rank: weights as the model computes; master weights, both moments and gradients in fp32."""
-    levers, own, weights = job.levers, shards_of(job), job.weights
-    swapped = 0
+    levers, weights, swapped = job.levers, job.weights, 0
     if levers.offload_param == "nvme":
         files = (numel for numel in (*weights.trainable, *weights.frozen) if _is_swapped(numel, job))
         swapped += sum(share(numel, job.world) for numel in files) * weights.width
     if levers.offload_optimizer == "nvme":
-        swapped += 4 * own.trainable * job.master_width
+        swapped += 4 * shards_of(job).trainable * job.master_width
     return swapped
 
 
 def _fsdp2(job: MemoryJob) -> Components:
     width = 4 if job.levers.method == "full" and job.levers.master_weights else job.weights.trainable_width
-    parts = _trainable_parts(job.weights, job.world, width, True)
-    frozen = _frozen_parts(job.weights, job.world, job.weights.width, True)
+    parts, frozen = _parts_of(job.weights, job.world, width, job.weights.width, True)
     optimizer = job.levers.optimizer
     if optimizer in EIGHT_BIT:
         states = sum(eight_bit_states(optimizer, job.weights.trainable, job.world))

@@ -35,7 +35,7 @@ from typing import Literal
 from tightfit.job import Job
 from tightfit.memory import sum_up
 from tightfit.memory.overhead import reasons
-from tightfit.types import Footprint, Hardware, Levers, ModelShape, Phase, PhaseName
+from tightfit.types import STRATEGY, Footprint, Hardware, Levers, ModelShape, Phase, PhaseName
 
 COMPONENT = "measured_error"
 """The component of a phase that a calibration adds; negative where less was measured than predicted."""
@@ -195,22 +195,13 @@ class Calibration:
         """The same with what was just learned: one entry a training and way, whose phases have their newest figures."""
         if entry is None:
             return self
-        key, phases = (entry.training, entry.way), {(each.where, each.phase) for each in entry.measured}
-        before = {
-            (each.where, each.phase): each
-            for old in self.entries
-            if (old.training, old.way) == key
-            for each in old.measured
-        }
+        alike = [old for old in self.entries if (old.training, old.way) == (entry.training, entry.way)]
+        others = tuple(old for old in self.entries if old not in alike)
+        phases = {(each.where, each.phase) for each in entry.measured}
+        before = {(each.where, each.phase): each for old in alike for each in old.measured}
         measured = tuple(each.after(before.get((each.where, each.phase))) for each in entry.measured)
-        others = tuple(old for old in self.entries if (old.training, old.way) != key)
-        kept = tuple(
-            each
-            for old in self.entries
-            if (old.training, old.way) == key and (old.data, old.sequence) == (entry.data, entry.sequence)
-            for each in old.measured
-            if (each.where, each.phase) not in phases
-        )
+        same = [old for old in alike if (old.data, old.sequence) == (entry.data, entry.sequence)]
+        kept = [each for old in same for each in old.measured if (each.where, each.phase) not in phases]
         return replace(self, entries=(*others, replace(entry, measured=(*kept, *measured))))
 
 
@@ -230,12 +221,8 @@ def training_of(shape: ModelShape, levers: Levers, hardware: Hardware) -> Traini
 
 def way_mark(levers: Levers) -> WayMark:
     depth = levers.checkpointing
-    return WayMark(
-        engine=levers.engine,
-        offload_optimizer=levers.offload_optimizer,
-        offload_param=levers.offload_param,
-        checkpointing="offload" if depth.offload else "none" if depth.layers == 0 else "some",
-    )
+    recomputes: Recomputes = "offload" if depth.offload else "none" if depth.layers == 0 else "some"
+    return WayMark(**{name: getattr(levers, name) for name in STRATEGY}, checkpointing=recomputes)
 
 
 @lru_cache(maxsize=256)
@@ -248,9 +235,8 @@ def shape_mark(shape: ModelShape) -> str:
 
 def data_mark(job: Job) -> str:
     """What the length of the samples depends on, as far as the job says it."""
-    return _mark(
-        repr((replace(job.data, samples=None), job.max_samples, job.model if job.data.tokenizer is None else ""))
-    )
+    reads = job.model if job.data.tokenizer is None else ""
+    return _mark(repr((replace(job.data, samples=None), job.max_samples, reads)))
 
 
 def _mark(text: str) -> str:
