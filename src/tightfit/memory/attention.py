@@ -65,11 +65,8 @@ def kernel_of(shape: Attention, setting: Setting) -> Kernel:
 def _is_masked(shape: Attention, setting: Setting) -> bool:
     """A window needs a mask as soon as the sequence is as long (transformers does not look whether it hides anything),
     and so do packed documents and padding; causality alone does not."""
-    return (
-        setting.packed
-        or setting.padded
-        or (shape.sliding_window is not None and setting.sequence >= shape.sliding_window)
-    )
+    windowed = shape.sliding_window is not None and setting.sequence >= shape.sliding_window
+    return setting.packed or setting.padded or windowed
 
 
 def mask_bytes(shape: Attention, setting: Setting) -> int:
@@ -86,19 +83,17 @@ def mask_bytes(shape: Attention, setting: Setting) -> int:
 
 
 def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:
-    q_features, kv_features = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     copied = shape.rotary or by_head  # the fused kernels' own gradients come in token order
     if shape.fused_qkv:
         return _project_fused(ops, x, shape, hidden, copies=(copied, copied, by_head))
-    norms_here = shape.qk_norm and shape.qk_norm_kind != "gemma"
-    q = ops.tape.view(ops.linear(x, "self_attn.q_proj", q_features, hidden), copies_grad=copied)
-    if norms_here:
-        q = _norm(ops, q, shape, shape.heads)
-    k = ops.tape.view(ops.linear(x, "self_attn.k_proj", kv_features, hidden), copies_grad=copied)
-    if norms_here:
-        k = _norm(ops, k, shape, shape.kv_heads)
-    v = ops.tape.view(ops.linear(x, "self_attn.v_proj", kv_features, hidden), copies_grad=by_head)
-    return q, k, v
+
+    def project(name: str, heads: int, copies: bool, norms: bool) -> Slot:
+        made = ops.tape.view(ops.linear(x, f"self_attn.{name}", heads * shape.head_dim, hidden), copies_grad=copies)
+        return _norm(ops, made, shape, heads) if norms else made
+
+    norms = shape.qk_norm and shape.qk_norm_kind != "gemma"
+    q, k = project("q_proj", shape.heads, copied, norms), project("k_proj", shape.kv_heads, copied, norms)
+    return q, k, project("v_proj", shape.kv_heads, by_head, False)
 
 
 def _project_fused(
@@ -134,15 +129,15 @@ def _norm(ops: Operations, x: Slot, shape: Attention, heads: int) -> Slot:
 
 
 def _rotate(ops: Operations, q: Slot, k: Slot, shape: Attention) -> tuple[Slot, Slot]:
-    rotated_q, rotated_k = _rotate_one(ops, q, shape), _rotate_one(ops, k, shape)
-    if _joins(shape):
-        rotated_q, rotated_k = _join(ops, rotated_q, q), _join(ops, rotated_k, k)
+    turned = _rotate_one(ops, q, shape), _rotate_one(ops, k, shape)
+    if _joins(shape):  # cat with the part that is not rotated, be it empty; backwards, its gradient is laid into zeros
+        turned = ops.tape.op((turned[0], q), q.size), ops.tape.op((turned[1], k), k.size)
     elif shape.rotary_fp32:
-        rotated_q, rotated_k = ops.tape.op((rotated_q,), q.size), ops.tape.op((rotated_k,), k.size)
+        turned = ops.tape.op((turned[0],), q.size), ops.tape.op((turned[1],), k.size)
     ops.tape.hold(q, k)
     if _joins(shape) and not shape.fused_qkv:
         ops.local += (q, k)  # stablelm has variables for the parts
-    return rotated_q, rotated_k
+    return turned
 
 
 def _rotate_one(ops: Operations, x: Slot, shape: Attention) -> Slot:
@@ -158,11 +153,6 @@ def _joins(shape: Attention) -> bool:
     return shape.rotary and (shape.rotary_dim is not None or shape.fused_qkv)
 
 
-def _join(ops: Operations, rotated: Slot, x: Slot) -> Slot:
-    """cat with the part that is not rotated, be it empty; backwards, its gradient is laid into zeros."""
-    return ops.tape.op((rotated, x), x.size)
-
-
 # --- kernels ------------------------------------------------------------------------------------
 
 
@@ -170,17 +160,10 @@ def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
     """Flash attention, torch's own or the package's: keeps q, k, v, its output and the row sums."""
     sums = ops.size(shape.heads, FP32)
     # The backward accumulates dq in fp32; with grouped heads dk and dv are first written for every head.
-    accumulator = ops.size(shape.heads * shape.head_dim, FP32) + sums
-    expanded = 2 * q.size if shape.kv_heads != shape.heads else 0
-    context = ops.tape.op(
-        (q, k, v),
-        q.size,
-        saves=(q, k, v),
-        saves_output=True,
-        makes=(sums,),
-        backward_temp=accumulator + expanded,
-        product=True,
-    )
+    temp = ops.size(shape.heads * shape.head_dim, FP32) + sums
+    temp += 2 * q.size if shape.kv_heads != shape.heads else 0
+    qkv = q, k, v
+    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=(sums,), backward_temp=temp, product=True)
     return _token_order(ops, context, shape)
 
 
@@ -201,16 +184,10 @@ def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> 
     sums = setting.micro_batch * shape.heads * padded * FP32
     rows = -(-setting.sequence // MASK_ALIGNMENT) * MASK_ALIGNMENT
     mask = setting.micro_batch * setting.sequence * rows * setting.width
-    accumulator = ops.size(shape.heads * shape.head_dim, FP32) if setting.width < FP32 else 0
-    context = ops.tape.op(
-        (q, key, value),
-        q.size,
-        saves=(q, key, value),
-        saves_output=True,
-        makes=(sums, mask) if _is_masked(shape, setting) else (sums,),
-        backward_temp=sums + accumulator,
-        product=True,
-    )
+    temp = sums + (ops.size(shape.heads * shape.head_dim, FP32) if setting.width < FP32 else 0)
+    makes = (sums, mask) if _is_masked(shape, setting) else (sums,)
+    qkv = q, key, value
+    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, backward_temp=temp, product=True)
     ops.tape.hold(key, value)
     return context
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from tightfit.memory.attention import attention
@@ -14,6 +14,7 @@ from tightfit.memory.tape import LayerCost, Slot, Tape, measure
 from tightfit.types import Attention, Block, Mamba1, Mamba2, Mlp, Moe, Traced
 
 Inner = Callable[[Operations, Slot, Block, int], Slot]
+MIXERS: Mapping[type, Callable[..., Slot]] = {Attention: attention, Mamba1: mamba1, Mamba2: mamba2}
 
 
 @lru_cache(maxsize=1024)
@@ -107,22 +108,11 @@ def _parallel(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
 
 
 def _mixer(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    mixer = block.mixer
-    if isinstance(mixer, Attention):
-        out = attention(ops, x, mixer, hidden)
-    elif isinstance(mixer, Mamba1):
-        out = mamba1(ops, x, mixer, hidden)
-    elif isinstance(mixer, Mamba2):
-        out = mamba2(ops, x, mixer, hidden)
-    else:
-        raise TypeError(f"no tape for {type(mixer).__name__}")
+    out = MIXERS[type(block.mixer)](ops, x, block.mixer, hidden)
     ops.tape.hold(x)
     return out
 
 
 def _feedforward(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    if isinstance(block.mlp, Moe):
-        return moe(ops, x, block.mlp, hidden)
-    if block.mlp is None:
-        raise TypeError("a layer of this arrangement has an MLP")
-    return mlp(ops, x, block.mlp, hidden)
+    assert block.mlp is not None, "a layer of this arrangement has an MLP"
+    return moe(ops, x, block.mlp, hidden) if isinstance(block.mlp, Moe) else mlp(ops, x, block.mlp, hidden)

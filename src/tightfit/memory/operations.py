@@ -237,14 +237,9 @@ class Operations:
         if kind == "layer":
             # Weight and bias; of norms over heads (stablelm) every head has its own weight, and no bias. Mean and
             # deviation are fp32 on a GPU; on the CPU they have the working precision.
-            weights = (rows if rows > 1 else 2) * features
-            normed = self.tape.op(
-                (x,),
-                self.size(features * rows),
-                saves=(x,),
-                makes=(2 * self.size(rows, FP32),),
-                weight_grad=weights * self.setting.width if trains else 0,
-            )
+            grad = (rows if rows > 1 else 2) * features * self.setting.width if trains else 0
+            sums = (2 * self.size(rows, FP32),)
+            normed = self.tape.op((x,), self.size(features * rows), saves=(x,), makes=sums, weight_grad=grad)
         else:
             normed = self._rms(x, features, kind, rows, trains)
         self.tape.hold(x)

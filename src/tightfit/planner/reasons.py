@@ -292,21 +292,16 @@ def _idle(allowance: str, job: Job) -> Message | None:
     if allowance in ("quantize", "lora-rank", "lora-targets") and full:
         what = Message("plan.only-frozen-quantised" if allowance == "quantize" else "plan.full-without-adapters")
         return Message("plan.needs-lora-beside", what=what, allowance=allowance)
-    if allowance == "quantize" and job.method == "qlora":
-        return Message("plan.four-bits-already")
-    if allowance == "lora" and job.method != "full":
-        return Message("plan.adapters-already")
-    if allowance == "lora-targets" and job.lora.targets != "all":
-        return Message("plan.targets-named")
-    if allowance == "lora-rank" and job.lora.rank == 1:
-        return Message("plan.rank-lowest")
-    if allowance == "8bit-optimizer" and job.optimizer != "adamw":
-        return Message("plan.only-for-adamw", optimizer=job.optimizer)
-    if allowance == "precision" and job.precision != "fp32":
-        return Message("plan.precision-already", precision=job.precision)
-    if allowance == "pure-16bit" and not job.master_weights:
-        return Message("plan.pure-already", precision=job.precision)
-    return None
+    made = {
+        "quantize": job.method == "qlora" and Message("plan.four-bits-already"),
+        "lora": job.method != "full" and Message("plan.adapters-already"),
+        "lora-targets": job.lora.targets != "all" and Message("plan.targets-named"),
+        "lora-rank": job.lora.rank == 1 and Message("plan.rank-lowest"),
+        "8bit-optimizer": job.optimizer != "adamw" and Message("plan.only-for-adamw", optimizer=job.optimizer),
+        "precision": job.precision != "fp32" and Message("plan.precision-already", precision=job.precision),
+        "pure-16bit": not job.master_weights and Message("plan.pure-already", precision=job.precision),
+    }
+    return made.get(allowance) or None
 
 
 # --- time -----------------------------------------------------------------------------------------
