@@ -243,8 +243,7 @@ def fresh_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(6)}.new")
 
 
-FRESH = r"\.{}\.\d+-[0-9a-f]+\.new"
-"""The pattern of those names, with the file's own in the middle."""
+FRESH = r"\.{}\.\d+-[0-9a-f]+\.new"  # the pattern of those names, with the file's own in the middle
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, Ma
 
 GIB = 2**30
 
-STEP = ("forward", "loss", "backward", "step")
-"""The phases of a training step."""
+STEP = ("forward", "loss", "backward", "step")  # the phases of a training step
 WEIGHTS = frozenset({"weights", "gathered_weights"})
 GRADIENTS = frozenset({"gradients", "buckets"})
 OPTIMIZER = frozenset({"master_weights", "optimizer_states"})
@@ -30,8 +29,7 @@ class Priced:
     world: int
     hardware: Hardware | None
     footprint: Footprint
-    said: tuple[Said, ...] = ()
-    """What the inputs' readers had to say: files, the hardware's word."""
+    said: tuple[Said, ...] = ()  # what the inputs' readers had to say: files, the hardware's word
     planned: bool = False
     """Whether the levers are those that `tightfit train` would choose, since a job file names no engine."""
 

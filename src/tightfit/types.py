@@ -84,22 +84,15 @@ class Attention:
     kv_heads: int
     head_dim: int
     rotary: bool = True
-    rotary_dim: int | None = None
-    """Width of the rotated part of each head; None: all of it."""
-    rotary_fp32: bool = False
-    """The rotation is computed in fp32 (olmo2)."""
-    qk_norm: bool = False
-    """Norms over q and k (qwen3, gemma3, olmo2)."""
+    rotary_dim: int | None = None  # width of the rotated part of each head; None: all of it
+    rotary_fp32: bool = False  # the rotation is computed in fp32 (olmo2)
+    qk_norm: bool = False  # norms over q and k (qwen3, gemma3, olmo2)
     qk_norm_kind: NormKind = "rms"
-    qk_norm_whole: bool = False
-    """Over the whole projection (olmo2) rather than over each head."""
-    fused_qkv: bool = False
-    """One projection for q, k and v (gpt2, gpt_neox, phi3)."""
-    softcap: bool = False
-    """Logit soft-capping (gemma2): sdpa cannot do it, so Hugging Face falls back to eager."""
+    qk_norm_whole: bool = False  # over the whole projection (olmo2) rather than over each head
+    fused_qkv: bool = False  # one projection for q, k and v (gpt2, gpt_neox, phi3)
+    softcap: bool = False  # logit soft-capping (gemma2): sdpa cannot do it, so Hugging Face falls back to eager
     sliding_window: int | None = None
-    dropout: bool = False
-    """Attention weights are dropped out while training (gpt2 by default)."""
+    dropout: bool = False  # attention weights are dropped out while training (gpt2 by default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +103,7 @@ class Mamba1:
     state: int
     conv: int
     dt_rank: int
-    normed_bcdt: bool = False
-    """Weightless RMS norms on B, C and dt (FalconMamba)."""
+    normed_bcdt: bool = False  # weightless RMS norms on B, C and dt (FalconMamba)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +122,9 @@ class Mamba2:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
     intermediate: int
-    activation: str
-    """Hugging Face's name: silu, gelu, gelu_new, gelu_pytorch_tanh, relu …"""
+    activation: str  # Hugging Face's name: silu, gelu, gelu_new, gelu_pytorch_tanh, relu …
     gated: bool = True
-    fused_gate_up: bool = False
-    """gate and up are one projection (phi3)."""
+    fused_gate_up: bool = False  # gate and up are one projection (phi3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +133,8 @@ class Moe:
     top_k: int
     intermediate: int
     activation: str
-    shared_intermediate: int = 0
-    """Width of the shared expert (qwen2_moe); 0: none."""
-    scores_fp32: bool = False
-    """The router's weights stay fp32, and so do the experts' weighted outputs (mixtral)."""
+    shared_intermediate: int = 0  # width of the shared expert (qwen2_moe); 0: none
+    scores_fp32: bool = False  # the router's weights stay fp32, and so do the experts' weighted outputs (mixtral)
     lora_on_experts: bool = False
     """PEFT's `all-linear` adapts experts and router too, by adding to their whole weights (mixtral, qwen3_moe)."""
 
@@ -181,12 +169,9 @@ class Block:
     norm: NormKind
     arrangement: Arrangement
     tensors: tuple[Tensor, ...]
-    residual_fp32: bool = False
-    """The residual stream is kept in fp32 (Mamba's `residual_in_fp32`)."""
-    residual_scaled: bool = False
-    """What is added to the residual stream is multiplied first (granite)."""
-    dropout: bool = False
-    """What is added to the residual stream passes a dropout while training (gpt2 by default)."""
+    residual_fp32: bool = False  # the residual stream is kept in fp32 (Mamba's `residual_in_fp32`)
+    residual_scaled: bool = False  # what is added to the residual stream is multiplied first (granite)
+    dropout: bool = False  # what is added to the residual stream passes a dropout while training (gpt2 by default)
 
     @property
     def lora_on_experts(self) -> bool:
@@ -202,26 +187,17 @@ class ModelShape:
     model_type: str
     hidden_size: int
     vocab_size: int
-    blocks: tuple[Block, ...]
-    """The distinct kinds of layer."""
-    pattern: tuple[int, ...]
-    """For each layer, bottom to top, the index of its kind in `blocks`."""
-    layer_prefix: str
-    """`model.layers.{i}.` say: where layer i's tensors live."""
-    before: tuple[Tensor, ...]
-    """Embeddings: the tensors registered before the layers."""
-    after: tuple[Tensor, ...]
-    """Final norm and, unless tied, the head: the tensors registered after the layers."""
-    tied: bool
-    """The head is the embedding; it is counted once."""
+    blocks: tuple[Block, ...]  # the distinct kinds of layer
+    pattern: tuple[int, ...]  # for each layer, bottom to top, the index of its kind in `blocks`
+    layer_prefix: str  # `model.layers.{i}.` say: where layer i's tensors live
+    before: tuple[Tensor, ...]  # embeddings: the tensors registered before the layers
+    after: tuple[Tensor, ...]  # final norm and, unless tied, the head: the tensors registered after the layers
+    tied: bool  # the head is the embedding; it is counted once
     final_norm: NormKind
-    embedding_scale: bool = False
-    """The embedding is multiplied by sqrt(hidden) (gemma)."""
-    final_softcap: bool = False
-    """tanh soft-capping of the logits (gemma2)."""
+    embedding_scale: bool = False  # the embedding is multiplied by sqrt(hidden) (gemma)
+    final_softcap: bool = False  # tanh soft-capping of the logits (gemma2)
     max_positions: int | None = None
-    notes: tuple[Any, ...] = ()
-    """Sentences that belong on the screen: 'called 3B, really 0.9B'."""
+    notes: tuple[Any, ...] = ()  # sentences that belong on the screen: 'called 3B, really 0.9B'
 
     @property
     def n_layers(self) -> int:
@@ -256,16 +232,13 @@ class Gpu:
 
     name: str
     vendor: Vendor
-    memory_bytes: int
-    """What the driver reports as total: less than the box says where ECC or firmware keep some."""
-    arch: str | None = None
-    """sm_80, gfx942 …: decides kernels and cuBLAS workspace."""
+    memory_bytes: int  # what the driver reports as total: less than the box says where ECC or firmware keep some
+    arch: str | None = None  # sm_80, gfx942 …: decides kernels and cuBLAS workspace
     bf16_flops: float | None = None
     fp16_flops: float | None = None
     memory_bytes_per_s: float | None = None
     link: Literal["nvlink", "xgmi", "pcie3", "pcie4", "pcie5"] | None = None
-    link_bytes_per_s: float | None = None
-    """To another GPU of the node, one direction."""
+    link_bytes_per_s: float | None = None  # to another GPU of the node, one direction
     fp16: bool | None = None
     """Whether it computes fp16 itself, as every GPU does; None: of a CPU that says nothing of it, or a GPU."""
 
@@ -277,8 +250,7 @@ class Hardware:
     gpu: Gpu
     nodes: int = 1
     gpus_per_node: int = 1
-    host_ram_bytes: int | None = None
-    """A node's RAM; None: unknown."""
+    host_ram_bytes: int | None = None  # a node's RAM; None: unknown
     nvme_bytes: int | None = None
     because: tuple[Any, ...] = ()
 
@@ -310,8 +282,7 @@ Trainer = Literal["tightfit", "llamafactory", "trainer"]
 Group = Literal["the training", "adapters", "what saves memory", "DeepSpeed's buffers", "the host"]
 """The headings under which the help lists the levers, in its order."""
 
-DEEPSPEED_VERSION = "0.19.8"
-"""The DeepSpeed whose behaviour is priced where nobody names another."""
+DEEPSPEED_VERSION = "0.19.8"  # the DeepSpeed whose behaviour is priced where nobody names another
 
 Value = TypeVar("Value")
 
@@ -563,8 +534,7 @@ class Phase:
     """What is held at the worst moment of one phase."""
 
     name: PhaseName
-    components: Mapping[str, int]
-    """Bytes by component; keys are sorted as they should be drawn."""
+    components: Mapping[str, int]  # bytes by component; keys are sorted as they should be drawn
 
     @property
     def total_bytes(self) -> int:
@@ -574,26 +544,19 @@ class Phase:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFootprint:
     phases: Mapping[PhaseName, Phase]
-    peak_phase: PhaseName
-    """The largest phase of a training step."""
-    peak_bytes: int
-    """Over the training steps; comparable with `torch.cuda.max_memory_allocated`."""
-    init_peak_bytes: int
-    """Likewise while the model is built and the engine initialised."""
-    required_bytes: int
-    """Comparable with the card's size: the largest peak, allocator slack, context, communicator."""
-    overhead: Mapping[str, int]
-    """What `required_bytes` adds to the peak, by name."""
+    peak_phase: PhaseName  # the largest phase of a training step
+    peak_bytes: int  # over the training steps; comparable with `torch.cuda.max_memory_allocated`
+    init_peak_bytes: int  # likewise while the model is built and the engine initialised
+    required_bytes: int  # comparable with the card's size: the largest peak, allocator slack, context, communicator
+    overhead: Mapping[str, int]  # what `required_bytes` adds to the peak, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFootprint:
-    phases: Mapping[PhaseName, Phase]
-    """Of one rank."""
+    phases: Mapping[PhaseName, Phase]  # of one rank
     peak_bytes_per_rank: int
     peak_bytes_per_node: int
-    nvme_bytes_per_node: int = 0
-    """Files that offloading to NVMe keeps on a node's disk."""
+    nvme_bytes_per_node: int = 0  # files that offloading to NVMe keeps on a node's disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -623,11 +586,8 @@ Cause = Literal[
 class Pace:
     """How long a step takes, and why."""
 
-    step_s: float
-    """One optimizer step, all its micro batches included."""
-    tokens_per_s: float
-    """Of all GPUs together."""
+    step_s: float  # one optimizer step, all its micro batches included
+    tokens_per_s: float  # of all GPUs together
     causes: Mapping[Cause, float]
     """Seconds of a step by cause. What overlaps is counted once, so they add up to `step_s`."""
-    because: tuple[Any, ...] = ()
-    """What had to be assumed."""
+    because: tuple[Any, ...] = ()  # what had to be assumed

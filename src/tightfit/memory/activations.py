@@ -20,34 +20,24 @@ class Moment(NamedTuple):
     """One layer's turn in the backward pass."""
 
     layer: int
-    kept: int
-    """What all layers up to this one have kept, its own activations left out."""
-    working: int
-    """Its own: kept or recomputed activations, gradients; weight gradients handed over as they come."""
-    working_kept: int
-    """The same where its weight gradients stay."""
+    kept: int  # what all layers up to this one have kept, its own activations left out
+    working: int  # its own: kept or recomputed activations, gradients; weight gradients handed over as they come
+    working_kept: int  # the same where its weight gradients stay
     cost: LayerCost
     recomputes: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Activations:
-    kept: int
-    """By all layers after the forward pass."""
-    host_kept: int
-    """The same on the host, where inputs are offloaded."""
+    kept: int  # by all layers after the forward pass
+    host_kept: int  # the same on the host, where inputs are offloaded
     shared: int
     """Kept once for the model: rotary tables; and masks, which recomputed layers will be called with again."""
-    below_top: int
-    """By all but the last."""
-    forward: int
-    """The most that the last layer holds in its turn; its input, and a mask that is not kept, included."""
-    evaluation: int
-    """The most that a layer holds without keeping anything."""
-    stream: int
-    """What the last layer hands to the final norm."""
-    moments: tuple[Moment, ...]
-    """Top to bottom."""
+    below_top: int  # by all but the last
+    forward: int  # the most that the last layer holds in its turn; its input, and a mask that is not kept, included
+    evaluation: int  # the most that a layer holds without keeping anything
+    stream: int  # what the last layer hands to the final norm
+    moments: tuple[Moment, ...]  # top to bottom
     head: HeadCost
     setting: Setting
 
@@ -117,8 +107,7 @@ class Curve(NamedTuple):
     kept: tuple[int, ...]
     below_top: tuple[int, ...]
     shared: tuple[int, ...]
-    top: int | None
-    """`working` of the top layer where it does not recompute; None: no layer has a backward pass."""
+    top: int | None  # `working` of the top layer where it does not recompute; None: no layer has a backward pass
 
 
 @lru_cache(maxsize=1024)

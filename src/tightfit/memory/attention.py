@@ -22,10 +22,8 @@ FUSED = (SLICED, "attn.c_attn", "attention.query_key_value")
 OUTPUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense")
 
 WIDEST_FLASH_HEAD = 256
-MASK_ALIGNMENT = 16
-"""Elements to which PyTorch pads the rows of a mask for its memory-efficient kernel."""
-SUM_ALIGNMENT = 32
-"""Queries to which that kernel pads its row sums."""
+MASK_ALIGNMENT = 16  # elements to which PyTorch pads the rows of a mask for its memory-efficient kernel
+SUM_ALIGNMENT = 32  # queries to which that kernel pads its row sums
 
 
 def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:

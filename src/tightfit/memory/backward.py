@@ -23,8 +23,7 @@ class Peak(NamedTuple):
     """The parts of the worst moment."""
 
     activations: int
-    recompute: int
-    """What the layer at work holds: its activations, recomputed or kept, and their gradients."""
+    recompute: int  # what the layer at work holds: its activations, recomputed or kept, and their gradients
     gradients: int
     buckets: int = 0
     gathered_weights: int = 0
@@ -199,8 +198,7 @@ def peak_with_buckets(
     return best
 
 
-NORM_ELEMENTS = 250_000_000
-"""`_constant_buffered_norm2` upcasts a gradient in pieces of this many elements, to fp64."""
+NORM_ELEMENTS = 250_000_000  # `_constant_buffered_norm2` upcasts a gradient in pieces of this many elements, to fp64
 
 
 def _leaving(numel: int, parts: int, width: int) -> int:

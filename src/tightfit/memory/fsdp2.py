@@ -28,8 +28,7 @@ class Group(NamedTuple):
     trainable: int
     frozen: int
     packed: int = 0
-    largest: int = 0
-    """Of its parameters."""
+    largest: int = 0  # of its parameters
 
     def whole(self, width: int) -> int:
         """Bytes. Adapters too are gathered in the working precision."""
@@ -40,8 +39,7 @@ class Gather(NamedTuple):
     """Bytes of a group on its way."""
 
     whole: int
-    buffer: int
-    """The flat buffer that travels."""
+    buffer: int  # the flat buffer that travels
     arriving: int
     """What stands beside the parameters while they come: that buffer, or a single rank's copy of one of them."""
 

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-Param = tuple[int, int]
-"""(identity, elements)"""
+Param = tuple[int, int]  # (identity, elements)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,12 +38,9 @@ class Module:
     frozen: bool = False
     reads_input: bool = False
     """It reads what enters the layer: without a gradient there, a frozen one is not called backwards."""
-    own: int | None = None
-    """Elements that a search for a next use counts in passing it; None: those of `params`."""
-    spans: int | None = None
-    """Likewise a search for a leaf's; None: as many as `own`."""
-    leaves: tuple[Module, ...] = ()
-    """The leaves inside it."""
+    own: int | None = None  # elements that a search for a next use counts in passing it; None: those of `params`
+    spans: int | None = None  # likewise a search for a leaf's; None: as many as `own`
+    leaves: tuple[Module, ...] = ()  # the leaves inside it
     leaf: bool = False
     name: str = ""
     """Of a part of a layer that owns matrices: what else is called before the next one belongs to its turn."""
@@ -64,8 +60,7 @@ class GatherLimits:
     parts_from_host: int = 0
     """Of so many parts of each parameter this rank's own comes from the host, and is there by itself until it has been
     copied into the buffer (`_all_gather_dtype`, `_all_gather_sequential`); 0: all parts are on GPUs."""
-    stays: int = 0
-    """Parameters of at most so many elements are not released once they are whole."""
+    stays: int = 0  # parameters of at most so many elements are not released once they are whole
 
 
 Held = tuple[int, int, int]
@@ -85,22 +80,16 @@ class Gathered:
 
     layers: tuple[int, ...]
     """For each layer, bottom to top: when its backward pass proper begins, with all activations there."""
-    gradients: tuple[int, ...]
-    """For each layer: the most from then on, while its gradients come."""
-    called: tuple[Called, ...]
-    """For each layer, likewise from then on."""
-    again: tuple[Called, ...]
-    """For each layer, while it is run again."""
+    gradients: tuple[int, ...]  # for each layer: the most from then on, while its gradients come
+    called: tuple[Called, ...]  # for each layer, likewise from then on
+    again: tuple[Called, ...]  # for each layer, while it is run again
     forward: int = 0
-    forwards: tuple[Called, ...] = ()
-    """Likewise of each layer. None: their calls are not told apart."""
+    forwards: tuple[Called, ...] = ()  # likewise of each layer. None: their calls are not told apart
     loss: int = 0
-    at_loss: int = 0
-    """The same without what is there in passing, while the head is called."""
+    at_loss: int = 0  # the same without what is there in passing, while the head is called
     norm_forward: int = 0
     """In the final norm's forward pass: the head may be there already, with the buffer it came in."""
-    norm: int = 0
-    """In its backward pass."""
+    norm: int = 0  # in its backward pass
     embedding: int = 0
 
 
@@ -123,16 +112,12 @@ class Stretch:
     """Calls in order, without those that change nothing: most modules own nothing, and their releases are empty.
     Compared by identity: steps share those that are alike."""
 
-    tag: int
-    """It groups them for the report."""
+    tag: int  # it groups them for the report
     moves: tuple[Move, ...]
-    names: tuple[str, ...]
-    """Of the modules that have a turn."""
+    names: tuple[str, ...]  # of the modules that have a turn
     needs: tuple[Need, ...]
-    counts: tuple[int, ...]
-    """For every fetch, the elements that a search for a next use counts in passing it."""
-    spans: tuple[int, ...]
-    """Likewise a search for a leaf's next use."""
+    counts: tuple[int, ...]  # for every fetch, the elements that a search for a next use counts in passing it
+    spans: tuple[int, ...]  # likewise a search for a leaf's next use
     leaves: tuple[tuple[Module, int], ...]
     """Each leaf that a fetched module is or has inside, with the fetches before that."""
 
@@ -195,14 +180,10 @@ def _moves(calls: Sequence[Call], names: tuple[str, ...]) -> tuple[Move, ...]:
 class Passes:
     """Which layers take part in what."""
 
-    recompute: int
-    """The lowest so many layers run again before they run backwards."""
-    lowest: int
-    """The lowest layer that runs backwards."""
-    input_grad: bool
-    """A gradient flows out of the lowest layer, into the embedding."""
-    wrappers: int = 0
-    """Containers around the model: PEFT's own."""
+    recompute: int  # the lowest so many layers run again before they run backwards
+    lowest: int  # the lowest layer that runs backwards
+    input_grad: bool  # a gradient flows out of the lowest layer, into the embedding
+    wrappers: int = 0  # containers around the model: PEFT's own
 
 
 FORWARD, HEAD, EMBEDDING, NORM = -1, -2, -3, -4
@@ -220,10 +201,8 @@ class Model:
     layers: tuple[Node, ...]
     norm: Module
     head: Module
-    between: tuple[Module, ...] = (EMPTY,)
-    """Called between embeddings and layers: rotary tables, a dropout."""
-    body: Module = EMPTY
-    """The container of all but the head."""
+    between: tuple[Module, ...] = (EMPTY,)  # called between embeddings and layers: rotary tables, a dropout
+    body: Module = EMPTY  # the container of all but the head
 
 
 def stretches(model: Model, passes: Passes) -> tuple[Stretch, ...]:

@@ -21,15 +21,12 @@ from tightfit.types import Levers, ModelShape, PhaseName
 
 PROCESS_BYTES = int(1.1 * 2**30)
 """A Python process with torch, transformers, DeepSpeed and a CUDA context, before its first kernel."""
-LIBRARIES_BYTES = int(0.65 * 2**30)
-"""What cuBLAS, cuDNN and friends map into it with the first training step."""
+LIBRARIES_BYTES = int(0.65 * 2**30)  # what cuBLAS, cuDNN and friends map into it with the first training step
 WORKER_BYTES = int(0.2 * 2**30)
 """A forked dataloader worker, once counting references has copied its parent's pages: torch and transformers take
 0.16 GiB of anonymous memory, and a spawned worker the same."""
-LEAST_SWAPPED_BYTES = 2**20
-"""DeepSpeed's `MIN_AIO_BYTES`: a smaller part stays in memory."""
-SWAP_ALIGNMENT_BYTES = 1024
-"""DeepSpeed's `AIO_ALIGNED_BYTES`: buffers are multiples of it."""
+LEAST_SWAPPED_BYTES = 2**20  # DeepSpeed's `MIN_AIO_BYTES`: a smaller part stays in memory
+SWAP_ALIGNMENT_BYTES = 1024  # DeepSpeed's `AIO_ALIGNED_BYTES`: buffers are multiples of it
 
 
 def pinned_bytes(size: int, *, pin: bool = True) -> int:

@@ -10,8 +10,7 @@ from tightfit.memory.operations import FP32
 from tightfit.memory.weights import NF4_BLOCK, Weights
 from tightfit.types import Checkpointing, Gpu, Levers, ModelShape
 
-Components = dict[str, int]
-"""Bytes by component."""
+Components = dict[str, int]  # bytes by component
 
 CUBLAS_WORKSPACE = {"hopper": 32 * 2**20, "other": 8 * 2**20 + 128 * 2**10}
 """Of each cuBLAS handle (`getChosenWorkspaceSize`): one for the forward pass, one for autograd's thread."""
@@ -21,14 +20,12 @@ CUBLAS_WORKSPACE = {"hopper": 32 * 2**20, "other": 8 * 2**20 + 128 * 2**10}
 class MemoryJob:
     shape: ModelShape
     levers: Levers
-    depth: Checkpointing
-    """Which layers recompute: as the levers say, or as is asked instead."""
+    depth: Checkpointing  # which layers recompute: as the levers say, or as is asked instead
     world: int
     weights: Weights
     acts: Activations
     workspaces: int
-    card_bytes: int | None
-    """The card's size; None: ample."""
+    card_bytes: int | None  # the card's size; None: ample
     built_whole: bool = False
     """A script built the model on the GPU as the library does by default, instead of laying every weight straight into
     its place, as our worker and every loader of checkpoints do."""

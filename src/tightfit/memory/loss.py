@@ -28,24 +28,16 @@ class HeadCost(NamedTuple):
     """Bytes beside the input of the final norm."""
 
     saved_norm: int
-    norm_forward: int
-    """Held while the final norm runs forwards, what it keeps included."""
+    norm_forward: int  # held while the final norm runs forwards, what it keeps included
     norm_backward: int
     """Held in the final norm's backward pass, what it has kept and the gradient of its output included."""
-    saved_logits: int
-    """Kept for the backward pass: log-probabilities, or the fused loss's gradients."""
-    forward_logits: int
-    """Held at the worst moment of the forward pass, what is kept included."""
-    backward_logits: int
-    """Likewise of the backward pass, to the end of the final norm's."""
-    backward_head: int
-    """Likewise, before the final norm's."""
-    arriving: int
-    """Held when the head's gradient arrives: that and the gradient of the hidden states."""
-    head_grad: int
-    """The head's weight gradient, 0 where the head is frozen or its loss fused."""
-    fused_grad: int
-    """The same of a fused loss, which has made it before the backward pass begins."""
+    saved_logits: int  # kept for the backward pass: log-probabilities, or the fused loss's gradients
+    forward_logits: int  # held at the worst moment of the forward pass, what is kept included
+    backward_logits: int  # likewise of the backward pass, to the end of the final norm's
+    backward_head: int  # likewise, before the final norm's
+    arriving: int  # held when the head's gradient arrives: that and the gradient of the hidden states
+    head_grad: int  # the head's weight gradient, 0 where the head is frozen or its loss fused
+    fused_grad: int  # the same of a fused loss, which has made it before the backward pass begins
     eval_logits: int
 
 

@@ -34,15 +34,11 @@ class _Sizes:
     """fp32 tensors of the scan, whose length is padded to whole chunks."""
 
     chunks: int
-    per_head: int
-    """One number a token and head: steps, decays."""
+    per_head: int  # one number a token and head: steps, decays
     inner: int
-    state: int
-    """B or C repeated for every head."""
-    scores: int
-    """Position against position in every chunk."""
-    borders: int
-    """A state for every chunk."""
+    state: int  # B or C repeated for every head
+    scores: int  # position against position in every chunk
+    borders: int  # a state for every chunk
 
 
 def _sizes(ops: Operations, shape: Mamba2) -> _Sizes:

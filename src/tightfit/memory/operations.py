@@ -27,34 +27,25 @@ class Setting:
 
     micro_batch: int
     sequence: int
-    width: int
-    """Bytes of the working precision."""
-    trains_base: bool
-    """The layers, the final norm and a head of its own train."""
-    trains_embedding: bool = False
-    """The embedding trains, and with it a head that is tied to it."""
+    width: int  # bytes of the working precision
+    trains_base: bool  # the layers, the final norm and a head of its own train
+    trains_embedding: bool = False  # the embedding trains, and with it a head that is tied to it
     keeps_inputs: bool = False
     """A linear layer keeps its input though its weight is frozen: ZeRO-3 puts a function of its own in its place."""
     lora_rank: int = 0
     lora_targets: tuple[str, ...] | None = None
-    lora_drops: bool = False
-    """Each adapter drops a share of its input."""
+    lora_drops: bool = False  # each adapter drops a share of its input
     adapter_width: int = 2
     quantised: bool = False
     attention: AttentionKernel = "sdpa"
-    packed: bool = False
-    """Documents of one sequence are kept apart by a mask."""
-    padded: bool = False
-    """Rows have a mask for their padding."""
+    packed: bool = False  # documents of one sequence are kept apart by a mask
+    padded: bool = False  # rows have a mask for their padding
     reentrant: bool = False
     """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
     scan: str = "official"
-    broadcast_scan: bool = False
-    """Mamba-2 without kernels contracts by broadcasting: transformers before 5.18."""
-    prefers_cudnn: bool = False
-    """PyTorch tries cuDNN's attention first: 16-bit numbers, on sm_90 and sm_100."""
-    flash_capable: bool = True
-    """PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer."""
+    broadcast_scan: bool = False  # Mamba-2 without kernels contracts by broadcasting: transformers before 5.18
+    prefers_cudnn: bool = False  # PyTorch tries cuDNN's attention first: 16-bit numbers, on sm_90 and sm_100
+    flash_capable: bool = True  # PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer
 
     @property
     def tokens(self) -> int:
@@ -81,8 +72,7 @@ class Operations:
     tape: Tape = field(default_factory=Tape)
     returned: list[Slot] = field(default_factory=list)
     """What a mixer hands back beside its output (eager attention's weights): the layer holds it to its end."""
-    local: list[Slot] = field(default_factory=list)
-    """Variables of the mixer that outlive their use."""
+    local: list[Slot] = field(default_factory=list)  # variables of the mixer that outlive their use
     _tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

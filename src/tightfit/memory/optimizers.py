@@ -8,12 +8,9 @@ from typing import NamedTuple
 
 from tightfit.types import Optimizer
 
-EIGHT_BIT: tuple[Optimizer, ...] = ("adamw8bit", "paged_adamw8bit")
-"""Those whose states have 8 bits an element."""
-BLOCK_8BIT = 256
-"""bitsandbytes: one fp32 scale for so many 8-bit values of a state."""
-SMALL_8BIT = 4096
-"""Tensors below this size keep 32-bit states (bitsandbytes' `min_8bit_size`)."""
+EIGHT_BIT: tuple[Optimizer, ...] = ("adamw8bit", "paged_adamw8bit")  # those whose states have 8 bits an element
+BLOCK_8BIT = 256  # bitsandbytes: one fp32 scale for so many 8-bit values of a state
+SMALL_8BIT = 4096  # tensors below this size keep 32-bit states (bitsandbytes' `min_8bit_size`)
 UNPAGED = 100_000
 """Tensors below this size keep their states on the GPU, also in a paged optimizer (`get_state_buffer`)."""
 
@@ -38,8 +35,7 @@ class States(NamedTuple):
     """Bytes of 8-bit states, held parameter by parameter."""
 
     gpu: int
-    paged: int
-    """In unified memory, which may all lie on the host. The scales never do."""
+    paged: int  # in unified memory, which may all lie on the host. The scales never do
 
 
 @lru_cache(maxsize=512)

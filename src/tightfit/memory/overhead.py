@@ -11,10 +11,8 @@ from tightfit.types import Gpu, Phase, PhaseName
 
 CONTEXT_BYTES = int(0.75 * 2**30)
 """The CUDA context with its kernels: driver's figure less the allocator's, in the measured rows 0.6 to 0.9 GiB."""
-PROCESS_BYTES = 2**29
-"""A rank on the CPU before it has a model: Python, torch and DeepSpeed held 0.50 to 0.53 GiB."""
-ALLOCATOR_SLACK = 0.03
-"""Runs capped this little above their peak still complete, with expandable segments on."""
+PROCESS_BYTES = 2**29  # a rank on the CPU before it has a model: Python, torch and DeepSpeed held 0.50 to 0.53 GiB
+ALLOCATOR_SLACK = 0.03  # runs capped this little above their peak still complete, with expandable segments on
 COMMUNICATOR_BYTES = int(0.4 * 2**30)
 """NCCL's channel buffers for one communicator of a node. Not measured by us: rehearsals communicate nothing."""
 SAVED_PIECE_BYTES = 64 * 2**20

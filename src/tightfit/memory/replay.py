@@ -44,14 +44,10 @@ class StretchReport(NamedTuple):
     """Whole elements in one stretch."""
 
     most: int
-    rests: int
-    """After any call; `most` has what is there in passing as well."""
-    turn: int
-    """When its layer turns round."""
-    held: tuple[Held, ...]
-    """In each module's turn."""
-    again: tuple[Held, ...]
-    """Likewise while its layer is run again."""
+    rests: int  # after any call; `most` has what is there in passing as well
+    turn: int  # when its layer turns round
+    held: tuple[Held, ...]  # in each module's turn
+    again: tuple[Held, ...]  # likewise while its layer is run again
 
 
 class Standing(NamedTuple):
@@ -59,8 +55,7 @@ class Standing(NamedTuple):
 
     live: int
     copies: int
-    ahead: int
-    """How many of the parameters to come were looked at by the prefetcher."""
+    ahead: int  # how many of the parameters to come were looked at by the prefetcher
     available: frozenset[int]
     batches: frozenset[tuple[int, bool, int, frozenset[int]]]
     users: frozenset[tuple[int, Module]]
@@ -75,10 +70,8 @@ class Replay(NamedTuple):
 
     whole: tuple[Stretch, ...]
     reports: list[StretchReport]
-    standings: dict[int, Standing]
-    """Before the turn of each layer in the backward pass, by the number of the stretch."""
-    starts: list[tuple[int, int]]
-    """Of each stretch, and of the end: fetches and parameters to fetch before it."""
+    standings: dict[int, Standing]  # before the turn of each layer in the backward pass, by the number of the stretch
+    starts: list[tuple[int, int]]  # of each stretch, and of the end: fetches and parameters to fetch before it
     counted: list[int]
     spanned: list[int]
     max_reuse: int

@@ -95,13 +95,10 @@ def _tightfit(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
 
 
 class _Buffers(NamedTuple):
-    borders: int
-    """States that are kept."""
-    parameters: int
-    """-exp(A_log.float()) and what is cast to fp32."""
+    borders: int  # states that are kept
+    parameters: int  # -exp(A_log.float()) and what is cast to fp32
     forward: int
-    backward: int
-    """Of the scan's passes, for their own use."""
+    backward: int  # of the scan's passes, for their own use
 
 
 def _scan_buffers(ops: Operations, shape: Mamba1) -> _Buffers:
@@ -129,10 +126,8 @@ class ScanCut(NamedTuple):
 
     wide: int
     slots: int
-    programs: int
-    """That run in one launch."""
-    sums: int
-    """Bytes."""
+    programs: int  # that run in one launch
+    sums: int  # bytes
 
 
 def cut_scan(batch: int, channels: int, length: int, states: int, *, backward: bool) -> ScanCut:

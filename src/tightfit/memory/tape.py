@@ -49,18 +49,12 @@ class Op:
     saves: tuple[Slot, ...] = ()
     makes: tuple[Slot, ...] = ()
     """Storages that appear beside the outputs (row sums of an attention kernel, masks of a dropout)."""
-    keeps: tuple[Slot, ...] = ()
-    """Storages that add up only where autograd keeps them (the states of a loop)."""
-    forward_temp: int = 0
-    """Allocated and freed inside the forward."""
-    backward_temp: int = 0
-    """Likewise inside the backward, beside the gradients of the inputs."""
-    weight_grad: int = 0
-    """Gradient of the parameters, handed to the engine as soon as it is there."""
-    passes: bool = False
-    """The gradient of the output is that of the inputs: nothing is allocated (additions, views)."""
-    grad_sizes: tuple[int, ...] | None = None
-    """Gradients of the inputs where they are not as large as the inputs."""
+    keeps: tuple[Slot, ...] = ()  # storages that add up only where autograd keeps them (the states of a loop)
+    forward_temp: int = 0  # allocated and freed inside the forward
+    backward_temp: int = 0  # likewise inside the backward, beside the gradients of the inputs
+    weight_grad: int = 0  # gradient of the parameters, handed to the engine as soon as it is there
+    passes: bool = False  # the gradient of the output is that of the inputs: nothing is allocated (additions, views)
+    grad_sizes: tuple[int, ...] | None = None  # gradients of the inputs where they are not as large as the inputs
     product: bool = False
     """A matrix product or a kernel around one: the arithmetic is its time, its bytes pass meanwhile."""
 
@@ -69,19 +63,13 @@ class Op:
 class LayerCost:
     """What a layer holds, beside its input."""
 
-    saved: int
-    """Kept for the backward pass when the layer is not checkpointed."""
+    saved: int  # kept for the backward pass when the layer is not checkpointed
     output: int
-    forward: int
-    """The most that is held while it runs with everything kept."""
-    forward_unsaved: int
-    """The same when nothing is kept: the first pass of a checkpointed layer, or evaluation."""
-    recompute: int
-    """The same when a checkpointed layer runs again: it stops as soon as the last kept tensor is there."""
-    backward: int = 0
-    """The most that is held in its backward pass, the gradient of its output included."""
-    backward_kept: int = 0
-    """The same where its weight gradients stay until the step (unsharded, ZeRO-1)."""
+    forward: int  # the most that is held while it runs with everything kept
+    forward_unsaved: int  # the same when nothing is kept: the first pass of a checkpointed layer, or evaluation
+    recompute: int  # the same when a checkpointed layer runs again: it stops as soon as the last kept tensor is there
+    backward: int = 0  # the most that is held in its backward pass, the gradient of its output included
+    backward_kept: int = 0  # the same where its weight gradients stay until the step (unsharded, ZeRO-1)
     weight_grads: int = 0
     input_grad: int = 0
     arrivals: tuple[tuple[int, int], ...] = ()
@@ -89,8 +77,7 @@ class LayerCost:
     modules: tuple[str, ...] = ()
     """The modules that own matrices, in the order in which they are called; what follows is for each of them."""
     turns: Turns = ((), (), ())
-    arrives_in: tuple[int, ...] = ()
-    """For each of `arrivals`, in which module's turn it comes."""
+    arrives_in: tuple[int, ...] = ()  # for each of `arrivals`, in which module's turn it comes
 
 
 @dataclass(slots=True)

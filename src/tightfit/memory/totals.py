@@ -22,10 +22,8 @@ class Totals(NamedTuple):
 
     init: int
     step: int
-    peak: int
-    """Of a training step."""
-    required: int
-    """Of the card."""
+    peak: int  # of a training step
+    required: int  # of the card
     host: int
     nvme: int
 
@@ -52,8 +50,7 @@ class Floor(NamedTuple):
 
     loss: int
     top: int
-    after: int
-    """When the last gradients leave, or at the optimizer's step: the same at every depth."""
+    after: int  # when the last gradients leave, or at the optimizer's step: the same at every depth
     curve: Curve
     gathered_loss: int
     """ZeRO-3: whole at the loss, and at the top; as long as no more than `settled` layers recompute."""

@@ -21,20 +21,15 @@ class Weights:
     """Everything is in elements unless it says bytes. Compared by identity: `weights` makes each but once, and what is
     remembered for one is then found without looking at every parameter."""
 
-    trainable: tuple[int, ...]
-    """Each trainable parameter, in the order of `model.parameters()`."""
-    frozen: tuple[int, ...]
-    """Each frozen parameter that is not quantised."""
+    trainable: tuple[int, ...]  # each trainable parameter, in the order of `model.parameters()`
+    frozen: tuple[int, ...]  # each frozen parameter that is not quantised
     trainable_numel: int
-    frozen_bytes: int
-    """Of everything frozen, quantised weights included."""
+    frozen_bytes: int  # of everything frozen, quantised weights included
     quantised_bytes: int
     quantised_numel: int
-    scales_bytes: int
-    """The part of `quantised_bytes` that no engine shards."""
+    scales_bytes: int  # the part of `quantised_bytes` that no engine shards
     width: int
-    trainable_width: int
-    """Bytes of a trainable element on the GPU."""
+    trainable_width: int  # bytes of a trainable element on the GPU
     largest_trainable: int
     largest_frozen: int
     largest_quantised: int

@@ -27,12 +27,9 @@ from tightfit.types import PhaseName
 
 class Partition(NamedTuple):
     numel: int
-    members: int
-    """How many parameters overlap the first partition."""
-    covering: int
-    """Their elements: the gradients of these parameters are kept whole."""
-    largest: int
-    """The largest piece of one parameter in it."""
+    members: int  # how many parameters overlap the first partition
+    covering: int  # their elements: the gradients of these parameters are kept whole
+    largest: int  # the largest piece of one parameter in it
 
 
 @lru_cache(maxsize=1024)
@@ -251,8 +248,7 @@ def initialise(job: MemoryJob) -> Components:
 
 CASTS_ON_HOST_SINCE = (0, 17, 0)
 FLATTENS_ON_GPU_SINCE = (0, 19, 0)
-FLATTENING_SHARE = 0.96
-"""Of the card: up to here the second copy is counted on the GPU."""
+FLATTENING_SHARE = 0.96  # of the card: up to here the second copy is counted on the GPU
 
 
 def flattens_on_gpu(job: MemoryJob) -> bool:

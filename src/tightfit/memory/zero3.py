@@ -25,8 +25,7 @@ from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, Moe, PhaseName, Tensor
 
-BUCKETS_AS_SENT_SINCE = (0, 17, 2)
-"""`ipg_buckets`, one for each `communication_data_type`."""
+BUCKETS_AS_SENT_SINCE = (0, 17, 2)  # `ipg_buckets`, one for each `communication_data_type`
 
 
 class Shards(NamedTuple):
@@ -34,11 +33,9 @@ class Shards(NamedTuple):
 
     trainable: int
     frozen: int
-    persistent: int
-    """Whole elements of the parameters that are never released."""
+    persistent: int  # whole elements of the parameters that are never released
     sub_groups: tuple[int, ...]
-    largest: int
-    """The largest trainable parameter's part."""
+    largest: int  # the largest trainable parameter's part
 
 
 @lru_cache(maxsize=1024)
@@ -351,14 +348,11 @@ class Style:
 
     lora: Lora | None
     method: str
-    frozen: bool
-    """The layers' own weights do not train."""
+    frozen: bool  # the layers' own weights do not train
     scan_kernel: bool
     """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
-    leaf_mixer: bool
-    """A Mamba mixer is a leaf: it is gathered whole."""
-    leaf_experts: bool
-    """Likewise a router with its experts."""
+    leaf_mixer: bool  # a Mamba mixer is a leaf: it is gathered whole
+    leaf_experts: bool  # likewise a router with its experts
 
 
 @lru_cache(maxsize=1024)

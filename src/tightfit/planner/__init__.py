@@ -25,8 +25,7 @@ from tightfit.types import FSDP2, ConfigError, Hardware, Lora, ModelShape
 
 __all__ = ["Bounds", "Plan", "Remedy", "Way", "answered", "plan", "plan_within", "question_of"]
 
-SEQUENCES_A_GPU = 4
-"""The effective batch where none was asked for."""
+SEQUENCES_A_GPU = 4  # the effective batch where none was asked for
 
 
 def plan(

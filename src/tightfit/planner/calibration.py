@@ -53,10 +53,8 @@ after another, and their order must not change."""
 class Training:
     """What must be alike for a measured error to say anything."""
 
-    shape: str
-    """See `shape_mark`."""
-    gpu: str
-    """The card's name."""
+    shape: str  # see `shape_mark`
+    gpu: str  # the card's name
     method: str
     precision: str
     optimizer: str
@@ -76,15 +74,11 @@ class WayMark:
 class Measured:
     """One phase of one run."""
 
-    where: Place
-    """On the GPU; or on the host, of one rank."""
+    where: Place  # on the GPU; or on the host, of one rank
     phase: PhaseName
-    predicted_bytes: int
-    """Without any calibration."""
-    measured_bytes: int
-    """Of PyTorch's tensors; on the host, resident."""
-    runs: int = 1
-    """How many in a row have found it so far off."""
+    predicted_bytes: int  # without any calibration
+    measured_bytes: int  # of PyTorch's tensors; on the host, resident
+    runs: int = 1  # how many in a row have found it so far off
 
     @property
     def error_bytes(self) -> int:
@@ -111,11 +105,9 @@ class Entry:
 
     training: Training
     way: WayMark
-    data: str
-    """See `data_mark`."""
+    data: str  # see `data_mark`
     sequence: int
-    day: str
-    """`2026-07-01`."""
+    day: str  # `2026-07-01`
     measured: tuple[Measured, ...]
 
     def of(self, where: Place, phase: PhaseName) -> Measured | None:

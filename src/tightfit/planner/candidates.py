@@ -35,8 +35,7 @@ from tightfit.types import (
     UserError,
 )
 
-Pinned = frozenset[str]
-"""Names of the levers that the user fixed."""
+Pinned = frozenset[str]  # names of the levers that the user fixed
 
 STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero0", "none", "none"),
@@ -68,10 +67,8 @@ BY_PARAMETER: tuple[Engine, ...] = ("zero0", "fsdp2")
 weights (`FP16_UnfusedOptimizer`). ZeRO's stages keep them for flat partitions, where one 8-bit scale covers the end of
 one parameter and the start of the next: a checkpoint that has each parameter on its own cannot hold such states."""
 
-SMALL_BUCKETS = (200_000_000, 50_000_000)
-"""Elements of ZeRO's buckets, beside DeepSpeed's own 500 million."""
-MOST_MICRO = 256
-"""Sequences in one forward pass: long before that a GPU is busy, and more only take memory."""
+SMALL_BUCKETS = (200_000_000, 50_000_000)  # elements of ZeRO's buckets, beside DeepSpeed's own 500 million
+MOST_MICRO = 256  # sequences in one forward pass: long before that a GPU is busy, and more only take memory
 FRUGAL: dict[str, Any] = {
     "prefetch_bucket": 10_000_000,
     "max_live_parameters": 100_000_000,
@@ -84,11 +81,9 @@ FRUGAL: dict[str, Any] = {
 class Corner:
     """Everything but the depth of checkpointing."""
 
-    rest: Levers
-    """All but the choice."""
+    rest: Levers  # all but the choice
     choice: KernelChoice
-    searched: bool
-    """The depth of checkpointing is ours to choose."""
+    searched: bool  # the depth of checkpointing is ours to choose
 
     @cached_property
     def levers(self) -> Levers:

@@ -27,8 +27,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHORTEST = 128
 LEAST_RANK = 1
 MOST_GPUS = 1024
-FULL_NODE = 8
-"""GPUs that one machine takes."""
+FULL_NODE = 8  # GPUs that one machine takes
 
 EFFECTS: dict[Allowance, Message] = {
     "precision": Message("plan.effect-precision"),
@@ -46,8 +45,7 @@ EFFECTS: dict[Allowance, Message] = {
 adapters everywhere against attention alone: QLoRA (Dettmers et al., 2023). Pure bf16: between 0.0156 and 0.0312, where
 most weights are, two neighbours lie 2^-13 apart, and an AdamW step of 1e-5 is less than half of that."""
 
-Change = tuple[Question, Message]
-"""The question with the change made, and what it changes in the result."""
+Change = tuple[Question, Message]  # the question with the change made, and what it changes in the result
 
 
 def remedies(question: Question) -> tuple[Remedy, ...]:

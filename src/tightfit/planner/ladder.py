@@ -32,12 +32,9 @@ BARE = Checkpointing(layers=0)
 FULL = Checkpointing(layers=None)
 OFFLOADED = Checkpointing(layers=None, offload=True)
 FP32 = 4
-Sizes = set[tuple[int, int]]
-"""Distinct predictions of bytes, on the GPU and on the host."""
-Excess = Callable[[int], int]
-"""How far the corner is from fitting at the depth of this index; 0: it fits."""
-FEW = 4
-"""Steps after which a search that went up looks whether there is anything to find."""
+Sizes = set[tuple[int, int]]  # distinct predictions of bytes, on the GPU and on the host
+Excess = Callable[[int], int]  # how far the corner is from fitting at the depth of this index; 0: it fits
+FEW = 4  # steps after which a search that went up looks whether there is anything to find
 
 
 class Weighed(NamedTuple):

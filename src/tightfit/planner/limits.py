@@ -30,10 +30,8 @@ class Limit:
     """The largest that fits, and the plan for it."""
 
     wanted: Wanted
-    value: int | str | None
-    """Tokens, sequences or a model's name; None: not even the smallest fits."""
-    plan: Plan
-    """For that value, or for the smallest where nothing fits."""
+    value: int | str | None  # tokens, sequences or a model's name; None: not even the smallest fits
+    plan: Plan  # for that value, or for the smallest where nothing fits
     because: tuple[Said, ...]
 
 

@@ -15,22 +15,16 @@ from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
 class Way:
     """One way to run the job: levers on a number of GPUs, with both prices."""
 
-    shape: ModelShape
-    """The job's model, or the smaller one that was allowed."""
+    shape: ModelShape  # the job's model, or the smaller one that was allowed
     levers: Levers
-    hardware: Hardware
-    """The part of the hardware that is used."""
+    hardware: Hardware  # the part of the hardware that is used
     footprint: Footprint
     pace: Pace
-    fits: bool
-    """Within the card less its margin, the host's RAM and the NVMe."""
-    gpu_limit_bytes: int
-    """What may be used of each card: its size less the margin."""
+    fits: bool  # within the card less its margin, the host's RAM and the NVMe
+    gpu_limit_bytes: int  # what may be used of each card: its size less the margin
     because: tuple[Said, ...] = ()
-    changes: tuple[Said, ...] = ()
-    """What it changes in the result of the training; empty: nothing."""
-    skips_long: bool = False
-    """Samples longer than the sequence are left out, not cut."""
+    changes: tuple[Said, ...] = ()  # what it changes in the result of the training; empty: nothing
+    skips_long: bool = False  # samples longer than the sequence are left out, not cut
     correction: Correction | None = None
     """What an earlier run has taught about it, which the footprint has as a component; None: nothing."""
 
@@ -54,14 +48,10 @@ class Bounds:
 
     partial: bool = True
     """Some layers may recompute while others do not, as our own worker can; other trainers know all or none."""
-    engines: frozenset[str] | None = None
-    """Those that can be started; None: any."""
-    llamafactory_version: str = LLAMAFACTORY_VERSION
-    """Of the LLaMA-Factory that a job may be for."""
-    every_gpu: bool = False
-    """No way that leaves GPUs idle."""
-    calibration: Calibration | None = None
-    """None: predictions are taken as they are."""
+    engines: frozenset[str] | None = None  # those that can be started; None: any
+    llamafactory_version: str = LLAMAFACTORY_VERSION  # of the LLaMA-Factory that a job may be for
+    every_gpu: bool = False  # no way that leaves GPUs idle
+    calibration: Calibration | None = None  # None: predictions are taken as they are
     advice: bool = True
     """Where nothing fits, find out as well what would make it fit, which takes several searches more."""
 
@@ -71,10 +61,8 @@ class Remedy:
     """A costly change that would make the job fit, with the way that it opens."""
 
     allowance: Allowance
-    cost: Said
-    """What it changes in the result."""
-    effect: Said
-    """What that does to the result, and so why it stands where it stands among the changes."""
+    cost: Said  # what it changes in the result
+    effect: Said  # what that does to the result, and so why it stands where it stands among the changes
     way: Way
 
 
@@ -84,26 +72,20 @@ class Plan:
 
     job: Job
     shape: ModelShape
-    hardware: Hardware
-    """All that there is; a way may use fewer GPUs."""
+    hardware: Hardware  # all that there is; a way may use fewer GPUs
     effective_batch: int
-    chosen: Way | None
-    """None: nothing that was allowed fits."""
+    chosen: Way | None  # None: nothing that was allowed fits
     alternatives: tuple[Way, ...]
     """The best of each other strategy, those that fit first, each group the fastest first."""
-    considered: int
-    """Candidates priced."""
+    considered: int  # candidates priced
     search_s: float
-    because: tuple[Said, ...]
-    """Why this one; or why none."""
+    because: tuple[Said, ...]  # why this one; or why none
     remedies: tuple[Remedy, ...] = ()
     """When nothing free fits: costly changes that would, first what does least to the result."""
     gpus_needed: int | None = None
     """When nothing free fits: the smallest number of these GPUs that would do; None: not known or none."""
-    hours: float | None = None
-    """Hours to finish with the chosen way, where steps or epochs are known."""
-    unproven: tuple[Said, ...] = ()
-    """What of this was only rendered and never run by us (several nodes, DCUs)."""
+    hours: float | None = None  # hours to finish with the chosen way, where steps or epochs are known
+    unproven: tuple[Said, ...] = ()  # what of this was only rendered and never run by us (several nodes, DCUs)
 
     @property
     def fits(self) -> bool:

@@ -35,26 +35,19 @@ class Question:
     """What is asked of the search."""
 
     shape: ModelShape
-    base: Levers
-    """The user's training; the free levers that are pinned have their values here."""
+    base: Levers  # the user's training; the free levers that are pinned have their values here
     pinned: Pinned
     hardware: Hardware
     effective_batch: int
     margin: float
-    adapters: Lora = field(default_factory=Lora)
-    """What LoRA would be, should full training be allowed to become that."""
-    trainer: Abilities = field(default_factory=Abilities)
-    """What the one can do that will run it."""
+    adapters: Lora = field(default_factory=Lora)  # what LoRA would be, should full training be allowed to become that
+    trainer: Abilities = field(default_factory=Abilities)  # what the one can do that will run it
     partial: bool = True
     """Some layers may recompute while others do not, as our own worker can; other trainers know all or none."""
-    engines: frozenset[str] | None = None
-    """Those that can be started; None: any."""
-    every_gpu: bool = False
-    """No way that leaves GPUs idle."""
-    calibration: Calibration | None = None
-    """What earlier runs have taught; None: predictions are taken as they are."""
-    caps: tuple[Cap, ...] = ()
-    """What a plan has to stay below, since another one failed above it."""
+    engines: frozenset[str] | None = None  # those that can be started; None: any
+    every_gpu: bool = False  # no way that leaves GPUs idle
+    calibration: Calibration | None = None  # what earlier runs have taught; None: predictions are taken as they are
+    caps: tuple[Cap, ...] = ()  # what a plan has to stay below, since another one failed above it
 
     def within(self, bounds: Bounds) -> Question:
         return replace(
@@ -97,10 +90,8 @@ def correction_of(question: Question, levers: Levers) -> Correction | None:
 class Weight(NamedTuple):
     """What a search has to know of a prediction."""
 
-    excess: int
-    """See `excess_bytes`."""
-    share: float
-    """See `excess_share`."""
+    excess: int  # see `excess_bytes`
+    share: float  # see `excess_share`
     is_hopeless: bool
     """Too much on the host, while the model is built, or at the optimizer's step: no depth of checkpointing changes
     these, except that offloading adds to the host."""

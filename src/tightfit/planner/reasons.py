@@ -22,8 +22,7 @@ from tightfit.planner.trainers import NAMES
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import STRATEGY, Buckets, Cause, Checkpointing, Hardware, PhaseName
 
-MOST_SLOWER = 3
-"""Sentences about ways that fit and are slower."""
+MOST_SLOWER = 3  # sentences about ways that fit and are slower
 MOST_FITTING = 5
 MOST_TEMPTING = 3
 MOST_HOPELESS = 6
@@ -37,8 +36,7 @@ _CAUSES = [
 CAUSES: dict[Cause, Message] = dict(zip(get_args(Cause), map(Message, _CAUSES), strict=True))
 _PLACES = ("plan.at-init", "plan.at-forward", "plan.at-loss", "plan.at-backward", "plan.at-step", "plan.at-eval")
 PLACES: dict[PhaseName, Message] = dict(zip(get_args(PhaseName), map(Message, (*_PLACES, "plan.at-save")), strict=True))
-NO_LEVER = {"deepspeed_version", "dataloader_workers"}
-"""What a job may pin without narrowing the choice."""
+NO_LEVER = {"deepspeed_version", "dataloader_workers"}  # what a job may pin without narrowing the choice
 _SAVING = [flag for flag, lever in LEVERS.items() if lever.group == "what saves memory" and flag not in STRATEGY]
 
 

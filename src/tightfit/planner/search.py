@@ -24,8 +24,7 @@ from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.types import Buckets, Levers
 
-TIE_S = 2e-9
-"""Two times that may round to the same, whatever the order in which they were summed up."""
+TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
 
 @dataclass(slots=True)
@@ -34,8 +33,7 @@ class SearchResult:
 
     ways: list[Way] = field(default_factory=list)
     """One a strategy: its fastest that fits, or the one nearest to fitting."""
-    timed: set[float] = field(default_factory=set)
-    """Distinct predictions of a step's seconds."""
+    timed: set[float] = field(default_factory=set)  # distinct predictions of a step's seconds
     weighed: Sizes = field(default_factory=set)
 
     @property

@@ -39,12 +39,9 @@ __all__ = ["Bounds", "NoWay", "Shortfall", "StepDown", "Tried", "locate", "step_
 Reason = Literal["memory", "fragmentation", "pinned"]
 """Too little; enough, but in pieces; locked memory that the host refused."""
 
-MARGIN = 0.02
-"""Of the card or of the host's RAM: asked for beyond what was missing, for what fails a moment later."""
-MUCH = 0.15
-"""Of the card: what a run must have left unused before anybody is told."""
-WORTH = 0.05
-"""Of the tokens a second: what a change must bring to be worth a sentence."""
+MARGIN = 0.02  # of the card or of the host's RAM: asked for beyond what was missing, for what fails a moment later
+MUCH = 0.15  # of the card: what a run must have left unused before anybody is told
+WORTH = 0.05  # of the tokens a second: what a change must bring to be worth a sentence
 
 NARROWING = frozenset(flag for flag, lever in FREE_LEVERS.items() if not lever.kept) | {"attention"}
 """Pins without which there would be more to choose from."""
@@ -60,15 +57,12 @@ PLACES: dict[PhaseName, Message] = dict(zip(get_args(PhaseName), map(Message, _P
 class Shortfall:
     """What was missing when an attempt failed."""
 
-    where: Place
-    """`gpu`: on one GPU; `host`: on one node."""
+    where: Place  # `gpu`: on one GPU; `host`: on one node
     missing_bytes: int = 0
     """What was asked for less what was free; 0: not known. With fragmentation: what was asked for."""
-    phase: PhaseName | None = None
-    """None: not known, so the highest peak has to shrink."""
+    phase: PhaseName | None = None  # None: not known, so the highest peak has to shrink
     reason: Reason = "memory"
-    room_bytes: int | None = None
-    """GPU only: what tensors could have had in all (allocated + free); None: not known."""
+    room_bytes: int | None = None  # GPU only: what tensors could have had in all (allocated + free); None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,26 +77,19 @@ class Tried:
 class StepDown:
     """The next plan."""
 
-    plan: Plan
-    """Its `chosen` is never None; its `because` begins with the sentences below."""
-    because: tuple[Message, ...]
-    """What was missing, how much less is held, what changes, what it costs in time."""
-    changed: tuple[Said, ...]
-    """`micro batch × accumulation 4 × 1 → 2 × 2`, lever by lever."""
-    less_bytes: int
-    """How much less it predicts than the last plan where it was missing."""
+    plan: Plan  # its `chosen` is never None; its `because` begins with the sentences below
+    because: tuple[Message, ...]  # what was missing, how much less is held, what changes, what it costs in time
+    changed: tuple[Said, ...]  # `micro batch × accumulation 4 × 1 → 2 × 2`, lever by lever
+    less_bytes: int  # how much less it predicts than the last plan where it was missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoWay:
     """No plan with what is allowed would do."""
 
-    because: tuple[Message, ...]
-    """What was missing, and what would help."""
-    remedies: tuple[Remedy, ...] = ()
-    """Costly changes that would help, first what does least to the result."""
-    gpus_needed: int | None = None
-    """Of these GPUs would do without a change; None: not known or none."""
+    because: tuple[Message, ...]  # what was missing, and what would help
+    remedies: tuple[Remedy, ...] = ()  # costly changes that would help, first what does least to the result
+    gpus_needed: int | None = None  # of these GPUs would do without a change; None: not known or none
 
 
 def step_down(

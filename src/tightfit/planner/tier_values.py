@@ -23,20 +23,16 @@ class Tier:
     """What a name stands for."""
 
     name: TierName
-    said: str
-    """The id of what it is for."""
+    said: str  # the id of what it is for
     engine: str
     offload_optimizer: str = "none"
     offload_param: str = "none"
     micro_batch: int = 1
     accumulation: int = 1
-    sequence: int | None = None
-    """None: the user's."""
+    sequence: int | None = None  # None: the user's
     precision: Precision | None = None
-    quantised: bool = False
-    """4-bit weights under adapters."""
-    frugal: bool = False
-    """ZeRO-3 with little gathered at a time."""
+    quantised: bool = False  # 4-bit weights under adapters
+    frugal: bool = False  # ZeRO-3 with little gathered at a time
 
     @property
     def about(self) -> Message:
@@ -73,8 +69,7 @@ TIERS: dict[str, Tier] = {
     )
 }
 
-STANDS_IN: Precision = "bf16"
-"""For fp16 on a processor that does not compute it."""
+STANDS_IN: Precision = "bf16"  # for fp16 on a processor that does not compute it
 
 BY_MEMORY = ((12, "deepspeed"), (6, "stage2_offload"), (4, "stage3"), (0, "minimal"))
 """GiB of the card, as sold: more than 12; from 6; from 4; less."""

@@ -25,11 +25,9 @@ class Tiered:
     """A tier's plan beside what the free search would do."""
 
     tier: Tier
-    plan: Plan | None
-    """None: the tier cannot run this job; `problem` says why."""
+    plan: Plan | None  # None: the tier cannot run this job; `problem` says why
     problem: str = ""
-    costs: tuple[Said, ...] = ()
-    """What it changes in the result, against what was asked, a sentence each."""
+    costs: tuple[Said, ...] = ()  # what it changes in the result, against what was asked, a sentence each
     free: Plan | None = None
     because: tuple[Said, ...] = ()
 
