@@ -27,9 +27,9 @@ from tightfit.inputs.surroundings import choose_language
 from tightfit.job import Job
 from tightfit.job.file import JOB_FLAGS
 from tightfit.messages import Message
+from tightfit.planner import Tiered
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Remedy, Way
-from tightfit.planner.tiers import Tiered
 from tightfit.priced import Priced
 from tightfit.types import ConfigError, Footprint
 

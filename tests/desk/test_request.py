@@ -15,7 +15,7 @@ from tightfit.cli import main
 from tightfit.desk.request import Request, read_request
 from tightfit.inputs import spelling
 from tightfit.job import Data, Job, Limits, Machine
-from tightfit.planner.tiers import Tiered
+from tightfit.planner import Tiered
 
 JOB = "model: qwen1.5-0.5b\nsequence: 512\nhardware: {gpus: 2x24GB, host_ram: 64GB}\n"
 STAGES = JOB + "stages: [{trains: embeddings, max_steps: 2}, {max_steps: 2}]\n"

@@ -22,8 +22,8 @@ from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job, Limits
 from tightfit.model.load import load_model
 from tightfit.planner import plan as planned
+from tightfit.planner import plan_tier
 from tightfit.planner.plan import Plan
-from tightfit.planner.tiers import plan_tier
 from tightfit.types import Checkpointing, ConfigError, Levers, Lora
 
 MakePlan = Callable[..., Plan]

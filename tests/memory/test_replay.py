@@ -9,8 +9,15 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.memory.gathered import GatherLimits, Model, Passes, stretches
-from tightfit.memory.replay import count_settling_layers, replay, replay_between
+from tightfit.memory.gathered import (
+    GatherLimits,
+    Model,
+    Passes,
+    count_settling_layers,
+    replay,
+    replay_between,
+    stretches,
+)
 from tightfit.memory.zero3 import Style, _model
 from tightfit.model.load import shape_from_config
 from tightfit.types import Lora

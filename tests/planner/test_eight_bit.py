@@ -9,11 +9,11 @@ from small_questions import machine, preset
 
 from tightfit.job import Adapters, Job, Limits
 from tightfit.messages import Message
-from tightfit.planner import plan
+from tightfit.planner import plan, plan_tier
 from tightfit.planner.candidates import strategies
 from tightfit.planner.limits import longest_sequence
 from tightfit.planner.plan import Plan
-from tightfit.planner.tiers import TIERS, plan_tier
+from tightfit.planner.tiers import TIERS
 from tightfit.types import ConfigError, Engine, Levers, Optimizer
 
 KINDS: tuple[Optimizer, ...] = ("adamw8bit", "paged_adamw8bit")

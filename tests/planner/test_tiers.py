@@ -9,8 +9,8 @@ from small_questions import card, machine, preset
 
 from tightfit.job import Job, Machine
 from tightfit.messages import Message
-from tightfit.planner import plan
-from tightfit.planner.tiers import TIERS, all_tiers, apply_tier, by_memory, plan_tier
+from tightfit.planner import all_tiers, plan, plan_tier
+from tightfit.planner.tiers import TIERS, apply_tier, by_memory
 from tightfit.types import ConfigError, Gpu, Hardware, Method
 
 VALUES = {

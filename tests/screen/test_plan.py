@@ -13,11 +13,10 @@ from rich.console import Console
 
 from tightfit.job.file import hardware_of, job_from_flags, model_of
 from tightfit.messages import id_of
-from tightfit.planner import plan
+from tightfit.planner import all_tiers, plan, plan_tier
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
-from tightfit.planner.tiers import all_tiers, plan_tier
 from tightfit.priced import GIB, strategy_name
 from tightfit.screen.plan import (
     draw_files,

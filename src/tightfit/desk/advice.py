@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tightfit.memory.components import name_component
+from tightfit.memory.overhead import name_component
 from tightfit.messages import Message, text
 from tightfit.priced import Priced, amounts, spell_component
 from tightfit.types import FSDP2, ZERO3, Buckets, Checkpointing, Levers, UserError

@@ -237,8 +237,8 @@ def find_planned_way(request: Request, job: JobInput) -> tuple[Way, tuple[Said, 
     if named or job.hardware is None or job.tier == "all":
         return None
     from tightfit.desk.plan import answered
+    from tightfit.planner import Tiered
     from tightfit.planner.plan import Plan
-    from tightfit.planner.tiers import Tiered
 
     answer, _ = answered(request, advice=False)
     plan = answer.plan if isinstance(answer, Tiered) else answer

@@ -15,12 +15,11 @@ from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
 from tightfit.job import Job
 from tightfit.messages import Listing, Message, Said
-from tightfit.planner import plan_within, question_of
+from tightfit.planner import Tiered, all_tiers, plan_tier, plan_within, question_of
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.limits import Limit, largest_micro_batch, largest_model, longest_sequence
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import search, something_fits
-from tightfit.planner.tiers import Tiered, all_tiers, plan_tier
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.priced import amounts, strategy_name
 from tightfit.types import FSDP2, STAGES, ConfigError, Trainer

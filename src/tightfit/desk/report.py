@@ -14,8 +14,8 @@ from tightfit.types import Hardware, Phase, PhaseName
 if TYPE_CHECKING:  # an estimate does without the planner
     from tightfit.desk.estimate import Outcome
     from tightfit.desk.plan import Answer
+    from tightfit.planner import Tiered
     from tightfit.planner.plan import Plan, Way
-    from tightfit.planner.tiers import Tiered
 
 
 def estimate_report(priced: Priced) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def strategy_report(name: str, outcome: Outcome) -> dict[str, Any]:
 
 def answer_report(answer: Answer, files: Sequence[Path] | None) -> dict[str, Any]:
     """The whole answer of `plan`. `files`: what was written; None: nothing was to be."""
+    from tightfit.planner import Tiered
     from tightfit.planner.limits import Limit
-    from tightfit.planner.tiers import Tiered
 
     if isinstance(answer, list):
         return {"tiers": [_tier_report(each) for each in answer]}

@@ -9,7 +9,7 @@ from tightfit.diagnose.judge import fixes_of
 from tightfit.diagnose.tracebacks import PLACES
 from tightfit.diagnose.verdict import Line, Verdict
 from tightfit.job.known import KnownConfig
-from tightfit.memory.components import name_component
+from tightfit.memory.overhead import name_component
 from tightfit.messages import Listing, Message
 from tightfit.priced import GIB
 from tightfit.types import Footprint, Hardware, Phase, PhaseName

@@ -13,7 +13,7 @@ from tightfit.formats.registry import dialects, launchers
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import require_way, time_limit_s, untrained
 from tightfit.inputs.flags import checkpointing_word
-from tightfit.memory.components import name_component
+from tightfit.memory.overhead import name_component
 from tightfit.messages import Listing, Message, Said, end_sentence, id_of, text
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words

@@ -18,18 +18,8 @@ from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Lev
 __all__ = ["Floor", "Scale", "Totals", "estimate", "required_bytes", "totals_of"]
 
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
-DRAWN = (
-    "weights",
-    "gathered_weights",
-    "master_weights",
-    "optimizer_states",
-    "gradients",
-    "buckets",
-    "activations",
-    "recompute",
-    "logits",
-    "temporaries",
-)
+DRAWN = "weights gathered_weights master_weights optimizer_states gradients buckets".split()
+DRAWN += "activations recompute logits temporaries".split()
 """The order in which components are listed and drawn."""
 
 

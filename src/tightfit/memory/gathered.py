@@ -17,14 +17,29 @@ modules that it passes: a container counts as a use of every leaf in it, and its
 leaf itself. The search for the next use of anything else passes a leaf as if nothing were inside it, so that an
 embedding which would have been released stays.
 
-Here a training step is written as the calls that the coordinator sees; `replay.py` follows them.
+First a training step is written as the calls that the coordinator sees; then they are followed one by one.
+
+A replay depends on the model and the thresholds alone, but on how many layers recompute as well, and a search asks for
+many depths. Two steps that differ in their depth are alike in most of their calls. So two of them are replayed from end
+to end, one in which no layer recomputes and one in which all do, with what the coordinator has in hand before each
+layer's turn written down; and any other goes on from the first, and ends as the second does:
+
+- Up to the layers that recompute, the calls are those of the first. The coordinator looks ahead, as far as it
+  prefetches and as it searches for next uses, so what it has in hand is the same as long as it has looked at nothing
+  that differs: `_is_unseen`.
+- Below, the calls are those of the second. Once the same things are in hand before the same calls, all that follows is
+  the same.
+
+Nothing is assumed about how soon that is: where it never happens, the calls are followed to the end.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, chain, takewhile
 from typing import NamedTuple, TypeAlias
 
 Param = tuple[int, int]  # (identity, elements)
@@ -74,6 +89,9 @@ class Called(NamedTuple):
     held: tuple[Held, ...]
 
 
+NONE = Called((), ())
+
+
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """Whole elements, the most at any call of each stretch of the step."""
@@ -91,6 +109,11 @@ class Gathered:
     """In the final norm's forward pass: the head may be there already, with the buffer it came in."""
     norm: int = 0  # in its backward pass
     embedding: int = 0
+
+    @classmethod
+    def of_nothing(cls, n_layers: int) -> Gathered:
+        none, uncalled = (0,) * n_layers, (NONE,) * n_layers
+        return cls(none, none, uncalled, uncalled)
 
 
 FETCH, AGAIN, RELEASE, SKIP = range(4)
@@ -267,3 +290,387 @@ def _insert_recomputation(layer: Node, back: list[Call]) -> list[Call]:
     while again[-1][0] == RELEASE:
         again.pop()
     return [*back[:reached], *again, *back[reached:]]
+
+
+# --- the replay ---------------------------------------------------------------------------------
+
+
+class StretchReport(NamedTuple):
+    """Whole elements in one stretch."""
+
+    most: int
+    rests: int  # after any call; `most` has what is there in passing as well
+    turn: int  # when its layer turns round
+    held: tuple[Held, ...]  # in each module's turn
+    again: tuple[Held, ...]  # likewise while its layer is run again
+
+
+class Standing(NamedTuple):
+    """What the coordinator has in hand between two stretches; with the calls to come, it decides all that follows."""
+
+    live: int
+    copies: int
+    ahead: int  # how many of the parameters to come were looked at by the prefetcher
+    available: frozenset[int]
+    batches: frozenset[tuple[int, bool, int, frozenset[int]]]
+    users: frozenset[tuple[int, Module]]
+    held: frozenset[tuple[Module, tuple[Param, ...]]]
+
+
+NOTHING = Standing(0, 0, 0, frozenset(), frozenset(), frozenset(), frozenset())
+
+
+class Replay(NamedTuple):
+    """One step, followed from its first call to its last."""
+
+    whole: tuple[Stretch, ...]
+    reports: list[StretchReport]
+    standings: dict[int, Standing]  # before the turn of each layer in the backward pass, by the number of the stretch
+    starts: list[tuple[int, int]]  # of each stretch, and of the end: fetches and parameters to fetch before it
+    counted: list[int]
+    spanned: list[int]
+    max_reuse: int
+
+    @property
+    def gathered(self) -> Gathered:
+        return summary(self.whole, self.reports)
+
+
+def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathered:
+    most: dict[int, int] = {}
+    turns: dict[int, int] = {}
+    called: dict[int, Called] = {}
+    again: dict[int, Called] = {}
+    for stretch, report in zip(whole, reports, strict=True):
+        most[stretch.tag] = max(most.get(stretch.tag, 0), report.most)
+        turns[stretch.tag] = report.turn
+        called[stretch.tag] = Called(stretch.names, report.held)
+        again[stretch.tag] = Called(stretch.names, report.again)
+    n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
+    forward = [number for number, stretch in enumerate(whole) if stretch.tag == FORWARD]
+    layers = [Called(whole[number].names, reports[number].held) for number in forward[1:-1]]
+    return Gathered(
+        forward=most.get(FORWARD, 0),
+        forwards=tuple(layers) if all([each.names for each in layers]) else (),
+        loss=most.get(HEAD, 0),
+        at_loss=max(
+            [each.rests for stretch, each in zip(whole, reports, strict=True) if stretch.tag == HEAD], default=0
+        ),
+        norm_forward=reports[forward[-1]].most if forward else 0,
+        norm=most.get(NORM, 0),
+        layers=tuple([turns.get(index, 0) for index in range(n_layers)]),
+        gradients=tuple([most.get(index, 0) for index in range(n_layers)]),
+        called=tuple([called.get(index, NONE) for index in range(n_layers)]),
+        again=tuple([again.get(index, NONE) for index in range(n_layers)]),
+        embedding=most.get(EMBEDDING, 0),
+    )
+
+
+def replay(whole: tuple[Stretch, ...], limits: GatherLimits) -> Replay:
+    coordinator = _Coordinator(whole, limits, NOTHING)
+    reports: list[StretchReport] = []
+    standings: dict[int, Standing] = {}
+    starts: list[tuple[int, int]] = [(0, 0)]
+    for number, stretch in enumerate(whole):
+        if stretch.tag >= 0:
+            standings[number] = coordinator.standing(starts[-1][1])
+        reports.append(_follow(stretch, coordinator))
+        fetches, needs = starts[-1]
+        starts.append((fetches + len(stretch.counts), needs + len(stretch.needs)))
+    counted, spanned = coordinator.counted, coordinator.spanned
+    return Replay(whole, reports, standings, starts, counted, spanned, limits.max_reuse)
+
+
+def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Replay, last: Replay) -> Gathered:
+    """What `replay` would report of a step that begins as one that is known does, and ends as another."""
+    differs = _count_alike(whole, first.whole)
+    # the last stretch before which the coordinator has the same in hand as in the first step
+    begin = next((number for number in range(differs, 0, -1) if _is_unseen(first, number, differs)), 0)
+    ending = len(whole) - _count_alike(whole[::-1], last.whole[::-1])
+    reports = first.reports[:begin]
+    coordinator = _Coordinator(whole[begin:], limits, first.standings.get(begin, NOTHING))
+    shift, needs = len(last.whole) - len(whole), 0
+    for number in range(begin, len(whole)):
+        if number >= ending and coordinator.standing(needs) == last.standings.get(number + shift):
+            return summary(whole, [*reports, *last.reports[number + shift :]])
+        reports.append(_follow(whole[number], coordinator))
+        needs += len(whole[number].needs)
+    return summary(whole, reports)
+
+
+def _count_alike(one: tuple[Stretch, ...], other: tuple[Stretch, ...]) -> int:
+    """How many stretches two steps have in common where they begin."""
+    return len(list(takewhile(lambda pair: pair[0] is pair[1], zip(one, other, strict=False))))
+
+
+def _is_unseen(known: Replay, number: int, differs: int) -> bool:
+    """Nothing of the stretch `differs`, or later, has been looked at before the stretch `number` begins."""
+    standing = known.standings.get(number)
+    if standing is None:
+        return False
+    (step, looked), (fetches, needs) = known.starts[number], known.starts[differs]
+    counts_apart = known.counted[fetches] - known.counted[step] >= known.max_reuse
+    spans_apart = known.spanned[fetches] - known.spanned[step] >= known.max_reuse
+    return looked + standing.ahead < needs and counts_apart and spans_apart
+
+
+def count_settling_layers(none: Replay) -> int:
+    """Of a step in which no layer recomputes: how many may, so that all is the same until the top layer's turn ends.
+    -1: it is not known of any, since the lowest layer's turn was looked at by then."""
+    turns = sorted(none.standings)
+    return max([none.whole[each].tag + 1 for each in turns[1:] if _is_unseen(none, turns[1], each)], default=-1)
+
+
+def _follow(stretch: Stretch, coordinator: _Coordinator) -> StretchReport:
+    most = stays = turn = 0
+    held, again = ([[0, 0, 0] for _ in stretch.names] for _ in range(2))
+    reported = held
+    for kind, module, holder, count, mark, whose in stretch.moves:
+        if kind == RELEASE:
+            coordinator.release(module)
+            if reported:
+                reported[whose][2] = coordinator.live + coordinator.copies
+            continue
+        passing = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
+        rests = coordinator.live + coordinator.copies
+        if mark:
+            reported = again if mark == RERUN else held
+            if reported:
+                now = reported[whose]
+                if passing > now[0]:
+                    now[0] = passing
+                if rests > now[1]:
+                    now[1] = rests
+                if rests > now[2]:
+                    now[2] = rests
+            if mark == RERUN:
+                continue
+            if passing > most:
+                most = passing
+            if rests > stays:
+                stays = rests
+            if mark == TURN:
+                turn = rests
+                if again:  # the last module of a layer that runs again is also where it turns round
+                    again[whose][:] = map(max, again[whose], (passing, rests, rests))
+    frozen, rerun = (tuple([(passing, rests, left) for passing, rests, left in each]) for each in (held, again))
+    return StretchReport(most, stays, turn, frozen, rerun)
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Parameters that one prefetch gathered together."""
+
+    numel: int
+    waiting: int
+    unpacked: bool = False
+
+
+class _Coordinator:
+    """`PartitionedParameterCoordinator` with a complete trace, reduced to its bookkeeping. Steps and the queue begin
+    with the first of the stretches, which need not be a whole step's."""
+
+    def __init__(self, whole: tuple[Stretch, ...], limits: GatherLimits, standing: Standing) -> None:
+        self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
+        self.flat, self.parts_from_host, self.stays = limits.flat, limits.parts_from_host, limits.stays
+        self.step = 0
+        self.queue: list[tuple[int, int, int]] = []
+        """Identity, elements and step of everything that will be fetched."""
+        self.uses: dict[int, list[int]] = {}
+        """For each parameter the steps of its uses."""
+        self.leaf_uses: dict[Module, list[int]] = {}
+        """For each leaf, those at which it or a container of it is called."""
+        steps = 0
+        for stretch in whole:
+            for identity, numel, fetches in stretch.needs:
+                self.queue.append((identity, numel, steps + fetches))
+                self.uses.setdefault(identity, []).append(steps + fetches)
+            for leaf, fetches in stretch.leaves:
+                self.leaf_uses.setdefault(leaf, []).append(steps + fetches)
+            steps += len(stretch.counts)
+        self.counted = list(accumulate(chain.from_iterable([stretch.counts for stretch in whole]), initial=0))
+        """Elements that a search for a next use counts before each step."""
+        self.spanned = self.counted
+        """Likewise a search for a leaf's."""
+        if self.leaf_uses:
+            self.spanned = list(accumulate(chain.from_iterable([stretch.spans for stretch in whole]), initial=0))
+        self.done = dict.fromkeys(self.uses, 0)
+        """How many of these uses lie behind."""
+        self.fetched_for = dict.fromkeys(self.uses, -1)
+        """The step for which it was prefetched or fetched last."""
+        self.live, self.copies, self.next_in_queue = standing.live, standing.copies, standing.ahead
+        self.available: set[int] = set(standing.available)
+        for identity, _, step in self.queue[: standing.ahead]:
+            self.fetched_for[identity] = step
+        self.batches: dict[int, _Batch] = {}
+        for numel, unpacked, waiting, members in standing.batches:
+            self.batches.update(dict.fromkeys(members, _Batch(numel, waiting, unpacked)))
+        self.active: dict[int, set[Module]] = {identity: set() for identity in (*self.uses, *standing.available)}
+        """The modules that are using a parameter right now."""
+        for identity, module in standing.users:
+            self.active[identity].add(module)
+        self.held: dict[Module, list[Param]] = {module: list(params) for module, params in standing.held}
+        """Frozen parameters that a recomputation fetched: they stay for the module that asked for it, then go."""
+
+    def standing(self, needs: int) -> Standing:
+        """What is in hand now, where so many parameters of the queue lie behind."""
+        batches: dict[_Batch, list[int]] = {}
+        for identity, batch in self.batches.items():
+            batches.setdefault(batch, []).append(identity)
+        return Standing(
+            live=self.live,
+            copies=self.copies,
+            ahead=self.next_in_queue - needs,
+            available=frozenset(self.available),
+            batches=frozenset(
+                [(each.numel, each.unpacked, each.waiting, frozenset(members)) for each, members in batches.items()]
+            ),
+            users=frozenset([(identity, module) for identity in self.available for module in self.active[identity]]),
+            held=frozenset([(module, tuple(params)) for module, params in self.held.items()]),
+        )
+
+    def skip(self, count: int) -> int:
+        """Modules that own nothing: each lets the prefetcher go on, no more."""
+        queued, most = len(self.queue), 0
+        left = count
+        while left and self.live < self.max_live and self.next_in_queue < queued and self.prefetch:
+            before = self.live
+            self._prefetch()
+            if self.parts_from_host:
+                most = max(most, self.live + self.copies + self._parts(self.live - before))
+            left -= 1
+        self.step += count
+        return max(most, self.live + self.copies)  # prefetching only adds
+
+    def _parts(self, numel: int) -> int:
+        """What of parameters on their way comes from the host."""
+        return -(-numel // self.parts_from_host) if self.parts_from_host else 0
+
+    def fetch(self, module: Module, holder: Module | None) -> int:
+        """Whole elements and copies of them, the most while this module's parameters arrive."""
+        available, params = self.available, module.params
+        fresh = together = 0
+        started = self.live
+        for identity, numel in params:
+            users = self.active[identity]
+            users.add(module)
+            self.done[identity] += 1
+            if holder is not None:
+                users.add(holder)
+                self.held.setdefault(holder, []).append((identity, numel))
+            if identity not in available:
+                available.add(identity)
+                self.live += numel
+                fresh += 1
+                together += numel
+        if fresh < 2 or not self.flat:
+            together = 0
+        if self.batches:
+            together = max(together, self._unpack(module))
+        queue = self.queue
+        while self.next_in_queue < len(queue) and queue[self.next_in_queue][2] <= self.step:
+            # what the queue has for this step needs no prefetch any more
+            self.fetched_for[queue[self.next_in_queue][0]] = self.step
+            self.next_in_queue += 1
+        arriving = self.live + self.copies + max(together, self._parts(self.live - started))
+        started = self.live
+        if self.live < self.max_live and self.next_in_queue < len(queue):
+            self._prefetch()
+        self.step += 1
+        held = self.live + self.copies + self._parts(self.live - started)
+        return held if held > arriving else arriving
+
+    def _unpack(self, module: Module) -> int:
+        """Parameters that were gathered together are copied out of one buffer when the first of them is used; the
+        buffer stays until the last of them is. Returns what it held in passing, beside what stays."""
+        before, most = self.copies, self.copies
+        for identity, _ in module.params:
+            batch = self.batches.pop(identity, None)
+            if batch is None:
+                continue
+            if not batch.unpacked:
+                batch.unpacked = True
+                self.copies += batch.numel
+                most += batch.numel
+            batch.waiting -= 1
+            if batch.waiting == 0:
+                self.copies -= batch.numel
+        return max(most - self.copies, 0) if most > before else 0
+
+    def _prefetch(self) -> None:
+        room = min(self.max_live - self.live, self.prefetch)
+        queue, index, available = self.queue, self.next_in_queue, self.available
+        queued, taken = len(queue), 0
+        members: list[int] = []
+        while taken < room and index < queued:
+            identity, numel, step = queue[index]
+            index += 1
+            self.fetched_for[identity] = step  # steps come in order
+            if identity not in available:
+                available.add(identity)
+                taken += numel
+                members.append(identity)
+        self.next_in_queue = index
+        self.live += taken
+        if len(members) > 1 and self.flat:
+            self.batches.update(dict.fromkeys(members, _Batch(taken, len(members))))
+
+    def release(self, module: Module) -> None:
+        held = self.held.pop(module, ()) if self.held else ()
+        limit = self.counted[self.step] + self.max_reuse
+        leaf_soon = False
+        if module.leaf:
+            leaf_uses = self.leaf_uses[module]
+            later = bisect_left(leaf_uses, self.step)
+            passed = self.spanned[self.step]
+            leaf_soon = later < len(leaf_uses) and self.spanned[leaf_uses[later]] - passed < self.max_reuse
+        for identity, numel in module.params:
+            self.active[identity].discard(module)
+            uses, done = self.uses[identity], self.done[identity]
+            soon = leaf_soon if module.leaf else done < len(uses) and self.counted[uses[done]] < limit
+            if not soon and self.fetched_for[identity] <= self.step:
+                self._free(identity, numel)
+        for identity, numel in held:
+            self.active[identity].discard(module)
+            self._free(identity, numel)
+
+    def _free(self, identity: int, numel: int) -> None:
+        if numel > self.stays and identity in self.available and not self.active[identity]:
+            self.available.discard(identity)
+            self.live -= numel
+
+
+# --- what a search asks for --------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def gather(model: Model, passes: Passes, limits: GatherLimits) -> Gathered:
+    none, every = (replace(passes, recompute=depth, input_grad=True) for depth in (0, len(model.layers)))
+    if passes in (none, every):
+        return _replay(model, passes, limits).gathered
+    whole, first, last = stretches(model, passes), _replay(model, none, limits), _replay(model, every, limits)
+    return replay_between(whole, limits, first, last)
+
+
+@lru_cache(maxsize=64)
+def _replay(model: Model, passes: Passes, limits: GatherLimits) -> Replay:
+    return replay(stretches(model, passes), limits)
+
+
+class Settled(NamedTuple):
+    """Whole elements at the loss, and when the top layer's backward pass begins, as long as no more than so many
+    layers recompute."""
+
+    loss: int
+    top: int
+    layers: int
+
+
+@lru_cache(maxsize=64)
+def settle(model: Model, passes: Passes, limits: GatherLimits) -> Settled:
+    known, top = _replay(model, passes, limits), 0
+    whole = known.gathered
+    if known.standings:
+        called = whole.called[-1].held
+        top = min([left for _, _, left in called]) if called else whole.layers[-1]
+    return Settled(whole.at_loss, top, count_settling_layers(known))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.memory.components import name_component
 from tightfit.memory.job import Components
-from tightfit.messages import Listing, Message, Said
+from tightfit.messages import Listing, Message, Said, texts_of
 from tightfit.types import Gpu, Phase, PhaseName
 
 CONTEXT_BYTES = int(0.75 * 2**30)
@@ -43,6 +42,11 @@ def usable(memory_bytes: int, extra: Mapping[str, int]) -> Message:
         shared=Message("price.communicator-share", size=communicator / gib) if communicator else "",
         slack=max(room - left, 0) / gib,
     )
+
+
+def name_component(component: str) -> Said:
+    """As people read it: `master_weights` of a phase is master weights."""
+    return Message(f"part.{component}") if component in texts_of("part") else component.replace("_", " ")
 
 
 def reasons(

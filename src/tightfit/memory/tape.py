@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 Turn = tuple[int, int, int]
 """Of one module: what is held when it is called, the most while it runs, and the most from then to the next call."""
@@ -88,7 +89,7 @@ class Tape:
     calls: list[tuple[str, int, int]] = field(default_factory=list)
     """Modules that own matrices: the name, the operation at which the call begins, and the one after its last."""
 
-    def op(  # noqa: PLR0913 -- an operation has these facts
+    def op(
         self,
         inputs: tuple[Slot, ...],
         size: int,
@@ -97,14 +98,11 @@ class Tape:
         saves_output: bool = False,
         makes: tuple[int, ...] = (),
         keeps: tuple[int, ...] = (),
-        forward_temp: int = 0,
-        backward_temp: int = 0,
         weight_grad: int = 0,
-        passes: bool = False,
-        grad_sizes: tuple[int, ...] | None = None,
-        product: bool = False,
+        **facts: Any,
     ) -> Slot:
-        """An operation with a fresh output. What it `makes` or `keeps` it also saves, where a gradient flows."""
+        """An operation with a fresh output; see `Op`. What it `makes` or `keeps` it also saves, where a gradient
+        flows."""
         grad = weight_grad > 0 or True in [slot.grad for slot in inputs]
         output = Slot(size, grad)
         extra = tuple([Slot(each, False) for each in makes]) if makes else ()
@@ -114,8 +112,7 @@ class Tape:
             kept = (*[slot.storage for slot in saves], *extra, *added)
             if saves_output:
                 kept += (output,)
-        temps = forward_temp, backward_temp
-        self.ops.append(Op(inputs, (output,), kept, extra, added, *temps, weight_grad, passes, grad_sizes, product))
+        self.ops.append(Op(inputs, (output,), kept, extra, added, weight_grad=weight_grad, **facts))
         return output
 
     def view(self, x: Slot, *, size: int | None = None, copies_grad: bool = False) -> Slot:

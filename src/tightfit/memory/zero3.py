@@ -16,11 +16,10 @@ from typing import NamedTuple
 from tightfit.inputs.versions import release
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import fullest, peak_with_buckets, turns_of
-from tightfit.memory.gathered import EMPTY, Called, Gathered, GatherLimits, Model, Module, Node, Passes, stretches
+from tightfit.memory.gathered import EMPTY, Gathered, GatherLimits, Model, Module, Node, Passes, Settled, gather, settle
 from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import flat_states, step_temporary
-from tightfit.memory.replay import Replay, count_settling_layers, gather_nothing, replay, replay_between
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import Weights, effective_lora, is_adapted, is_linear
 from tightfit.types import Block, Levers, Lora, Mamba1, Mamba2, ModelShape, Moe, PhaseName, Tensor
@@ -102,7 +101,7 @@ def _forward(acts: Activations, whole: Gathered, width: int) -> Components:
     best = passing(acts) | {"gathered_weights": whole.forward * width}
     if not acts.moments or not whole.forwards:
         return best
-    known: dict[tuple[int, bool, Called], tuple[int, int]] = {}
+    known: dict[object, tuple[int, int]] = {}
     best, highest = {}, -1
     top = acts.moments[0]
     beside = acts.forward - (top.cost.forward_unsaved if top.recomputes else top.cost.forward)
@@ -278,10 +277,9 @@ def _hold_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
 
 def gather_for(job: MemoryJob, *, all_cut: bool = False) -> Gathered:
     """`all_cut`: when the step begins nothing is whole, not even what usually stays so."""
-    levers, n_layers = job.levers, job.shape.n_layers
-    if job.world == 1 and levers.offload_param == "none":
-        return gather_nothing(n_layers)  # the only part is the whole: nothing is copied
-    return _gather(*_replay_inputs(job, all_cut=all_cut))
+    if job.world == 1 and job.levers.offload_param == "none":
+        return Gathered.of_nothing(job.shape.n_layers)  # the only part is the whole: nothing is copied
+    return gather(*_replay_inputs(job, all_cut=all_cut))
 
 
 def _replay_inputs(job: MemoryJob, *, all_cut: bool = False) -> tuple[Model, Passes, GatherLimits]:
@@ -316,30 +314,11 @@ def _replay_inputs(job: MemoryJob, *, all_cut: bool = False) -> tuple[Model, Pas
     return _model(job.shape, style, 0 if all_cut else buckets.persistence_threshold), passes, limits
 
 
-class Settled(NamedTuple):
-    """Whole elements at the loss, and when the top layer's backward pass begins, as long as no more than so many
-    layers recompute."""
-
-    loss: int
-    top: int
-    layers: int
-
-
 def settle_for(job: MemoryJob) -> Settled:
     if job.world == 1 and job.levers.offload_param == "none":
         return Settled(0, 0, job.shape.n_layers)
     model, passes, limits = _replay_inputs(job)
-    return _settle(model, replace(passes, recompute=0, input_grad=True), limits)
-
-
-@lru_cache(maxsize=64)
-def _settle(model: Model, passes: Passes, limits: GatherLimits) -> Settled:
-    known, top = _replay(model, passes, limits), 0
-    whole = known.gathered
-    if known.standings:
-        called = whole.called[-1].held
-        top = min([left for _, _, left in called]) if called else whole.layers[-1]
-    return Settled(whole.at_loss, top, count_settling_layers(known))
+    return settle(model, replace(passes, recompute=0, input_grad=True), limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,20 +332,6 @@ class Style:
     """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
     leaf_mixer: bool  # a Mamba mixer is a leaf: it is gathered whole
     leaf_experts: bool  # likewise a router with its experts
-
-
-@lru_cache(maxsize=1024)
-def _gather(model: Model, passes: Passes, limits: GatherLimits) -> Gathered:
-    none, every = (replace(passes, recompute=depth, input_grad=True) for depth in (0, len(model.layers)))
-    if passes in (none, every):
-        return _replay(model, passes, limits).gathered
-    whole, first, last = stretches(model, passes), _replay(model, none, limits), _replay(model, every, limits)
-    return replay_between(whole, limits, first, last)
-
-
-@lru_cache(maxsize=64)
-def _replay(model: Model, passes: Passes, limits: GatherLimits) -> Replay:
-    return replay(stretches(model, passes), limits)
 
 
 @lru_cache(maxsize=64)

@@ -29,18 +29,11 @@ LEAST_RANK = 1
 MOST_GPUS = 1024
 FULL_NODE = 8  # GPUs that one machine takes
 
-EFFECTS: dict[Allowance, Message] = {
-    "precision": Message("plan.effect-precision"),
-    "8bit-optimizer": Message("plan.effect-8bit"),
-    "lora-rank": Message("plan.effect-rank"),
-    "quantize": Message("plan.effect-quantize"),
-    "lora-targets": Message("plan.effect-targets"),
-    "shorter-seq": Message("plan.effect-shorter"),
-    "lora": Message("plan.effect-lora"),
-    "skip-data": Message("plan.effect-skip"),
-    "pure-16bit": Message("plan.effect-pure"),
-    "smaller-model": Message("plan.effect-model"),
-}
+_SAID = [
+    *("plan.effect-precision", "plan.effect-8bit", "plan.effect-rank", "plan.effect-quantize", "plan.effect-targets"),
+    *("plan.effect-shorter", "plan.effect-lora", "plan.effect-skip", "plan.effect-pure", "plan.effect-model"),
+]
+EFFECTS: dict[Allowance, Message] = dict(zip(ORDER, map(Message, _SAID), strict=True))
 """What each does to the result. States of 8 bits: block-wise quantisation (Dettmers et al., 2022); 4-bit weights and
 adapters everywhere against attention alone: QLoRA (Dettmers et al., 2023). Pure bf16: between 0.0156 and 0.0312, where
 most weights are, two neighbours lie 2^-13 apart, and an AdamW step of 1e-5 is less than half of that."""

@@ -30,7 +30,7 @@ from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Cap, Question
 from tightfit.planner.reasons import lever_changes, remedy_message
 from tightfit.planner.search import search, something_fits
-from tightfit.planner.tier_values import TIERS
+from tightfit.planner.tiers import TIERS
 from tightfit.priced import amounts
 from tightfit.types import PhaseName
 

@@ -1,118 +1,132 @@
-"""Named corners of the levers, for people who think in their guides' words.
+"""What the named corners of the levers are, and what becomes of a job in one of them.
 
-A tier fixes how the training is computed, and some of what is trained: batch, sequence, 4-bit weights; its values
-stand in `tier_values.py`. The plan says whether the tier fits and what the free search would have done instead.
+The values are those of the guides that the names come from. What the user said explicitly wins, and whatever a
+tier changes in the result is named.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tightfit.job import Job
-from tightfit.messages import Listing, Message, Said
-from tightfit.planner import plan_within
-from tightfit.planner.calibration import Calibration
-from tightfit.planner.plan import Bounds, Plan
-from tightfit.planner.tier_values import TIERS, Tier, apply_tier, by_memory, from_card_down
-from tightfit.priced import GIB, amounts, strategy_name
-from tightfit.types import ConfigError, Hardware, ModelShape, UserError
-
-__all__ = ["TIERS", "Tier", "Tiered", "all_tiers", "apply_tier", "by_memory", "plan_tier"]
+from tightfit.job import Tier as TierName
+from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.messages import Message
+from tightfit.planner.candidates import BY_PARAMETER, FRUGAL, has_fsdp2
+from tightfit.priced import GIB
+from tightfit.types import ConfigError, Hardware, Precision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiered:
-    """A tier's plan beside what the free search would do."""
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What a name stands for."""
 
-    tier: Tier
-    plan: Plan | None  # None: the tier cannot run this job; `problem` says why
-    problem: str = ""
-    costs: tuple[Said, ...] = ()  # what it changes in the result, against what was asked, a sentence each
-    free: Plan | None = None
-    because: tuple[Said, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        return self.plan is not None and self.plan.fits
+    name: TierName
+    said: str  # the id of what it is for
+    engine: str
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    micro_batch: int = 1
+    accumulation: int = 1
+    sequence: int | None = None  # None: the user's
+    precision: Precision | None = None
+    quantised: bool = False  # 4-bit weights under adapters
+    frugal: bool = False  # ZeRO-3 with little gathered at a time
 
     @property
-    def without_it(self) -> Message | None:
-        """What would run without the tier, which does not; None: nothing would, or the tier does."""
-        way = self.free.chosen if self.free is not None else None
-        if self.fits or way is None:
-            return None
-        needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-        changes = Listing(way.changes, ";") if way.changes else Message("plan.training-stays")
-        return Message("plan.leave-tier-out", way=strategy_name(way.levers), needed=needed, size=size, changes=changes)
+    def about(self) -> Message:
+        return Message(self.said)
+
+    def levers(self) -> dict[str, Any]:
+        """The free levers that it pins, under the names of the flags."""
+        pins: dict[str, Any] = {
+            "engine": self.engine,
+            "offload_optimizer": self.offload_optimizer,
+            "offload_param": self.offload_param,
+            "checkpointing": "full",
+            "micro_batch": self.micro_batch,
+            "accum": self.accumulation,
+        }
+        if self.frugal:
+            pins |= {**FRUGAL, "persistence_threshold": 10_000}
+        return pins
 
 
-def plan_tier(
-    name: str,
-    job: Job,
-    shape: ModelShape,
-    hardware: Hardware,
-    explicit: frozenset[str],
-    calibration: Calibration | None = None,
-) -> Tiered:
-    """One tier, or `auto`; `explicit` names the fields of the job that the user set (`sequence`, `levers.engine`)."""
-    if name not in (*TIERS, "auto"):
-        from tightfit.inputs.flags import meant
+TIERS: dict[str, Tier] = {
+    tier.name: tier
+    for tier in (
+        Tier("deepspeed", "plan.tier-deepspeed", "zero2", micro_batch=4, accumulation=4, sequence=2048),
+        Tier("stage2_offload", "plan.tier-stage2-offload", "zero2", "cpu", "none", 3, accumulation=6, sequence=1792),
+        Tier("stage3", "plan.tier-stage3", "zero3", micro_batch=2, accumulation=8, sequence=1536),
+        Tier("minimal", "plan.tier-minimal", "zero3", "cpu", "cpu", accumulation=16, sequence=1024),
+        Tier("standard", "plan.tier-standard", "zero3", "cpu", "cpu", accumulation=8),
+        Tier("fp16_safe", "plan.tier-fp16-safe", "zero3", "cpu", "cpu", accumulation=8, precision="fp16"),
+        Tier("extreme", "plan.tier-extreme", "zero3", "cpu", "cpu", sequence=512, precision="fp16"),
+        Tier("optimized", "plan.tier-optimized", "zero3", "cpu", "cpu", accumulation=32, sequence=512, frugal=True),
+        Tier("quantized", "plan.tier-quantized", "zero2", accumulation=32, sequence=512, quantised=True),
+        Tier("limit", "plan.tier-limit", "zero2", accumulation=64, sequence=256, quantised=True),
+    )
+}
 
-        raise ConfigError(Message("plan.unknown-tier", name=name, hint=meant(name, [*TIERS, "auto", "all"])))
-    tiers = from_card_down(hardware) if name == "auto" else [TIERS[name]]
-    bounds = Bounds(calibration=calibration)
-    free = plan_within(bounds, replace(job, tier=None), shape, hardware)
-    for tier in tiers:
-        # A change of the training is no advice where the training fits as it is, or where a smaller tier may.
-        advised = replace(bounds, advice=not free.fits and tier is tiers[-1])
-        found = _plan_with(tier, job, shape, hardware, explicit, advised)
-        if found.fits:
-            break
-    said: list[Said] = []
-    if name == "auto":  # which tier the card alone would get, and why it is another
-        usual, sentence = by_memory(hardware)
-        said.append(sentence)
-        if found.tier is not usual and found.fits:
-            said.append(Message("plan.tier-next", name=usual.name, next=found.tier.name))
-        elif found.tier is not usual:
-            said.append(Message("plan.no-tier-holds", name=usual.name))
-    way = free.chosen
-    if way is None:
-        said.append(Message("plan.free-search-nothing"))
+STANDS_IN: Precision = "bf16"  # for fp16 on a processor that does not compute it
+
+BY_MEMORY = ((12, "deepspeed"), (6, "stage2_offload"), (4, "stage3"), (0, "minimal"))
+"""GiB of the card, as sold: more than 12; from 6; from 4; less."""
+
+
+def by_memory(hardware: Hardware) -> tuple[Tier, Message]:
+    """The tier for this card, and why."""
+    size = round(hardware.gpu.memory_bytes / GIB)
+    least, roomy = BY_MEMORY[0]
+    name = roomy if size > least else next(name for least, name in BY_MEMORY[1:] if size >= least)
+    return TIERS[name], Message("plan.tier-by-card", size=size, name=name, about=TIERS[name].about)
+
+
+def from_card_down(hardware: Hardware) -> list[Tier]:
+    """The tier for this card, and those for smaller ones, which a larger model needs."""
+    names = [name for _, name in BY_MEMORY]
+    return [TIERS[name] for name in names[names.index(by_memory(hardware)[0].name) :]]
+
+
+def apply_tier(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str]) -> tuple[Job, tuple[Message, ...]]:
+    """The job with the tier's values wherever the user said nothing, and what that changes in the result."""
+    costs: list[Message] = []
+    changes: dict[str, Any] = {"tier": tier.name}
+    if tier.sequence is not None and "sequence" not in explicit:
+        changes["sequence"] = tier.sequence
+        if tier.sequence != job.sequence:
+            costs.append(Message("plan.tier-sequence", sequence=tier.sequence, asked=job.sequence))
+    if tier.precision is not None and "precision" not in explicit and tier.precision != job.precision:
+        changes["precision"] = tier.precision
+        computed = STANDS_IN if tier.precision == "fp16" and hardware.gpu.fp16 is False else tier.precision
+        if computed != job.precision:
+            costs.append(Message("plan.tier-precision", computed=computed, precision=job.precision))
+    if tier.quantised and job.method != "qlora":
+        if "method" in explicit and job.method == "full":
+            raise ConfigError(Message("plan.tier-needs-adapters", name=tier.name))
+        changes["method"] = "qlora"
+        costs.append(Message("plan.tier-four-bits"))
+        if job.method == "full":
+            changes["lora"] = job.lora
+            costs.append(Message("plan.tier-adapters", rank=job.lora.rank))
+    own = tier.levers()
+    kept = tier.engine in BY_PARAMETER or tier.offload_optimizer != "none"
+    if job.optimizer in EIGHT_BIT and not kept and job.trainer == "tightfit":
+        # The tier's engine could not save 8-bit states. A tier that has states on the host stays as it is: 8-bit ones
+        # cannot go there. Other trainers save them in a way of their own.
+        own["engine"] = "fsdp2" if has_fsdp2(hardware) else "zero0"
+    pins = {key: value for key, value in own.items() if f"levers.{key}" not in explicit}
+    levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
+    changes["levers"] = levers
+    if "effective_batch" in explicit and job.effective_batch is not None:
+        share, rest = divmod(job.effective_batch, hardware.world)
+        if "levers.accum" not in explicit and not rest:  # the tier's accumulation follows, then its micro batch
+            most = min(int(levers["micro_batch"]), max(share, 1))
+            micro = next(size for size in range(most, 0, -1) if share % size == 0)
+            changes["levers"] = {**levers, "micro_batch": micro, "accum": share // micro}
     else:
-        said.append(
-            Message(
-                "plan.free-search",
-                sequence=way.levers.sequence,
-                batch=free.effective_batch,
-                way=strategy_name(way.levers),
-                micro_batch=way.levers.micro_batch,
-                accumulation=way.levers.accumulation,
-                tokens=way.pace.tokens_per_s,
-                size=way.footprint.gpu.required_bytes / GIB,
-            )
-        )
-    return replace(found, free=free, because=tuple(said))
-
-
-def all_tiers(
-    job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str], calibration: Calibration | None = None
-) -> list[Tiered]:
-    """Every tier side by side."""
-    bounds = Bounds(calibration=calibration, advice=False)
-    return [_plan_with(tier, job, shape, hardware, explicit, bounds) for tier in TIERS.values()]
-
-
-def _plan_with(
-    tier: Tier, job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str], bounds: Bounds
-) -> Tiered:
-    try:
-        changed, costs = apply_tier(tier, job, hardware, explicit)
-        answer = plan_within(bounds, changed, shape, hardware)
-        # each of its ways says what the tier changes, so that files and JSON know it without the tier
-        ways = [replace(way, changes=(*costs, *way.changes)) for way in answer.alternatives]
-        chosen = answer.chosen and replace(answer.chosen, changes=(*costs, *answer.chosen.changes))
-        answer = replace(answer, chosen=chosen, alternatives=tuple(ways))
-        return Tiered(tier=tier, plan=answer, costs=costs)
-    except UserError as error:
-        return Tiered(tier=tier, plan=None, problem=str(error))
+        batch = int(levers["micro_batch"]) * int(levers["accum"]) * hardware.world
+        changes["effective_batch"] = batch
+        costs.append(Message("plan.tier-batch", batch=batch))
+    return replace(job, **changes), tuple(costs)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.hardware.catalogue import CatalogueCard
-from tightfit.memory.components import name_component
+from tightfit.memory.overhead import name_component
 from tightfit.messages import Listing, Message, Said, text
 from tightfit.messages.wide import count_cells, pad, wrap
 from tightfit.priced import (

@@ -21,10 +21,10 @@ from rich.text import Text
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.messages import Choice, Listing, Message, Said, end_sentence, id_of, text
 from tightfit.messages.wide import count_cells, pad, pad_left
+from tightfit.planner import Tiered
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
-from tightfit.planner.tiers import Tiered
 from tightfit.priced import ENGINES, GIB, amounts, strategy_name
 from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
 from tightfit.screen.plan_words import hardware_words, head_words, lever_flags, model_words, reason_lines, verdict_words

@@ -28,9 +28,8 @@ from tightfit.memory import estimate
 from tightfit.messages import Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.pace import pace
-from tightfit.planner import plan_within
+from tightfit.planner import plan_tier, plan_within
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.planner.tiers import plan_tier
 from tightfit.runs.checkpoints import (
     CHECKPOINTS,
     MANIFEST,

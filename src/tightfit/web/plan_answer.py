@@ -33,12 +33,11 @@ from tightfit.model import families
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.pace import pace
-from tightfit.planner import question_of
+from tightfit.planner import Tiered, question_of
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.planner.reasons import worth_showing
-from tightfit.planner.tiers import Tiered
 from tightfit.types import Checkpointing, ConfigError, Levers, ModelError, UserError
 
 DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}
