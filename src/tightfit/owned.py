@@ -78,10 +78,8 @@ class Listed:
 
 
 def find_strangers(path: Path, names: Ours) -> list[Path]:
-    """Everything at and below a folder that is not ours, a folder of somebody else's once and whole; sorted.
-
-    What cannot be looked into is a stranger too.
-    """
+    """Everything at and below a folder that is not ours, a folder of somebody else's once and whole; sorted. What
+    cannot be looked into is a stranger too."""
     mounts = _mounts()
 
     def look(folder: Path, prefix: str) -> Iterator[Path]:
@@ -114,9 +112,7 @@ def check_ours(path: Path, names: Ours, advice: Said) -> None:
 
 def remove_folder(path: Path, names: Ours, *, last: str = "") -> list[Path]:
     """Remove our files below a folder, and the folders that this empties, itself too; what stays, as it is not ours.
-
-    `last`: the record that lists the others, and goes after them.
-    """
+    `last`: the record that lists the others, and goes after them."""
     if (strangers := find_strangers(path, names)) and strangers[0] == path:
         return strangers
     mounts = _mounts()

@@ -159,10 +159,8 @@ both (gemma2, gemma3); parallel: mixer and MLP read the same residual (gpt_neox)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """One kind of layer. Its tensors stand in the order of `layer.named_parameters()`.
-
-    Compared by identity, as is ModelShape: both are keys of caches that are asked thousands of times.
-    """
+    """One kind of layer. Its tensors stand in the order of `layer.named_parameters()`. Compared by identity, as is
+    ModelShape: both are keys of caches that are asked thousands of times."""
 
     mixer: Attention | Mamba1 | Mamba2 | Traced
     mlp: Mlp | Moe | None
@@ -403,10 +401,8 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levers:
-    """One way to compute one training. The defaults are those of the measured rows.
-
-    A field without `lever` is nobody's to say: it follows from the job, or from what is installed.
-    """
+    """One way to compute one training. The defaults are those of the measured rows. A field without `lever` is nobody's
+    to say: it follows from the job, or from what is installed."""
 
     method: Method = lever(
         "full", "train every weight, adapters, or adapters on a 4-bit model (full)", "the training", free=False

@@ -26,10 +26,8 @@ DRAWN += "activations recompute logits temporaries".split()
 def estimate(
     shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None = None, *, built_whole: bool = False
 ) -> Footprint:
-    """What every GPU and the host will hold. Without hardware the card is assumed to be ample.
-
-    `built_whole`: of a script that builds its model on the GPU by `from_config`, which holds more at the start.
-    """
+    """What every GPU and the host will hold. Without hardware the card is assumed to be ample. `built_whole`: of a
+    script that builds its model on the GPU by `from_config`, which holds more at the start."""
     gpu = hardware.gpu if hardware else None
     job = make_job(shape, levers, world, gpu, built_whole=built_whole)
     engine = ENGINES[levers.engine]

@@ -68,11 +68,9 @@ def _is_masked(shape: Attention, setting: Setting) -> bool:
 
 
 def mask_bytes(shape: Attention, setting: Setting) -> int:
-    """The mask that the model makes once a pass and hands to every layer of this kind.
-
-    `sdpa` takes a boolean one, whose sequences share their storage (`expand` in `sdpa_mask`) unless each has borders of
-    its own; eager attention adds a mask, so that it is written out for every sequence (`eager_mask`).
-    """
+    """The mask that the model makes once a pass and hands to every layer of this kind. `sdpa` takes a boolean one,
+    whose sequences share their storage (`expand` in `sdpa_mask`) unless each has borders of its own; eager attention
+    adds a mask, so that it is written out for every sequence (`eager_mask`)."""
     kernel, pairs = kernel_of(shape, setting), setting.sequence * setting.sequence
     if kernel == "eager":
         return setting.micro_batch * pairs * setting.width
@@ -171,11 +169,9 @@ def _cudnn(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
 
 
 def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
-    """PyTorch's memory-efficient kernel, on heads that transformers has repeated.
-
-    A boolean mask becomes an additive one, made for this call, its rows padded; the kernel keeps it. The output
-    comes in token order, whatever the query's.
-    """
+    """PyTorch's memory-efficient kernel, on heads that transformers has repeated. A boolean mask becomes an additive
+    one, made for this call, its rows padded; the kernel keeps it. The output comes in token order, whatever the
+    query's."""
     setting = ops.setting
     key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)
     padded = -(-setting.sequence // SUM_ALIGNMENT) * SUM_ALIGNMENT
@@ -225,10 +221,8 @@ def _repeat(ops: Operations, x: Slot, shape: Attention) -> Slot:
 
 
 def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
-    """Hugging Face's eager attention: the whole score matrix, its fp32 softmax and that cast back.
-
-    Its products want (batch · heads, …): with more than one sequence, what is not laid out so is copied.
-    """
+    """Hugging Face's eager attention: the whole score matrix, its fp32 softmax and that cast back. Its products want
+    (batch · heads, …): with more than one sequence, what is not laid out so is copied."""
     tape, setting = ops.tape, ops.setting
     pairs = shape.heads * setting.sequence
     repeated = key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)

@@ -40,11 +40,9 @@ _Arrival = tuple[int, int, int, int]
 
 @lru_cache(maxsize=1024)
 def turns_of(modules: tuple[str, ...], called: Called, way: Literal["forward", "backward"]) -> tuple[Held, ...]:
-    """What is whole in the turn of each of a layer's modules. Nothing: the layer's calls are not told apart.
-
-    A module may be inside one that is called whole (a leaf). PEFT's wrapper is called before what it has inside, of
-    which the layer's own matrix comes first in the forward pass and the upper adapter in the backward pass.
-    """
+    """What is whole in the turn of each of a layer's modules. Nothing: the layer's calls are not told apart. A module
+    may be inside one that is called whole (a leaf). PEFT's wrapper is called before what it has inside, of which the
+    layer's own matrix comes first in the forward pass and the upper adapter in the backward pass."""
     if not called.names:
         return ()
     held: dict[str, Held] = {}

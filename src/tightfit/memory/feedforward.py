@@ -58,10 +58,8 @@ def _adapts_experts(ops: Operations, shape: Moe) -> bool:
 
 
 def _merge_adapter(ops: Operations, weights: int, adapters: int, copy_width: int) -> Slot:
-    """A parameter with its adapter added: a whole new tensor, since PEFT cannot adapt a bare parameter otherwise.
-
-    The adapter is first cast to the precision in which the two are multiplied.
-    """
+    """A parameter with its adapter added: a whole new tensor, since PEFT cannot adapt a bare parameter otherwise. The
+    adapter is first cast to the precision in which the two are multiplied."""
     setting = ops.setting
     casts = () if copy_width == setting.adapter_width else (adapters * copy_width,)
     return ops.tape.op((), weights * setting.width, makes=casts, weight_grad=adapters * setting.adapter_width)

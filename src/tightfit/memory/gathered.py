@@ -230,9 +230,7 @@ class Model:
 
 def stretches(model: Model, passes: Passes) -> tuple[Stretch, ...]:
     """One training step as the coordinator sees it: forwards, then each layer again where it recomputes, backwards.
-
-    Steps of one model that differ in their passes share the stretches that are alike.
-    """
+    Steps of one model that differ in their passes share the stretches that are alike."""
     forward, backward, recomputed = _layer_stretches(model)
     below, above, embedding = _ends(model, passes.wrappers)
     whole = [below, *forward, *above]

@@ -120,11 +120,8 @@ def _is_swapped(numel: int, job: MemoryJob) -> bool:
 
 def _swap_buffers(job: MemoryJob) -> Components:
     """Buffers of one dtype for all, locked; and what is too small for a file. Parameters that are never released lie on
-    the GPU.
-
-    `reserve_partitioned_swap_space`: updated weights go out through one more buffer, which DeepSpeed makes as large as
-    the largest sub group is whole, on every rank.
-    """
+    the GPU. `reserve_partitioned_swap_space`: updated weights go out through one more buffer, which DeepSpeed makes as
+    large as the largest sub group is whole, on every rank."""
     levers, weights, buckets = job.levers, job.weights, job.levers.buckets
     reading = buckets.param_buffer_count * _swap_buffer(weights, levers, job.world)
     writing = max(shards_of(job).sub_groups) * job.world

@@ -44,10 +44,8 @@ def layer_tape(block: Block, hidden: int, setting: Setting, input_grad: bool) ->
 
 
 def layer_input_bytes(block: Block, hidden: int, setting: Setting) -> int:
-    """What a layer reads, and what checkpointing keeps of it: one residual stream.
-
-    The first layer of a model with an fp32 residual reads the embedding in working precision.
-    """
+    """What a layer reads, and what checkpointing keeps of it: one residual stream. The first layer of a model with an
+    fp32 residual reads the embedding in working precision."""
     return setting.tokens * hidden * (FP32 if block.residual_fp32 else setting.width)
 
 

@@ -84,10 +84,8 @@ def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: boo
 
 
 def _final_norm(shape: ModelShape, setting: Setting) -> tuple[int, int, int, int]:
-    """What the final norm keeps, what its passes hold, and its output, which a plain head that trains keeps.
-
-    Behind an fp32 residual the norm works in fp32 throughout, and its output is cast for the head.
-    """
+    """What the final norm keeps, what its passes hold, and its output, which a plain head that trains keeps. Behind an
+    fp32 residual the norm works in fp32 throughout, and its output is cast for the head."""
     wide = shape.blocks[shape.pattern[-1]].residual_fp32
     ops = Operations(replace(setting, width=FP32) if wide else setting, {})
     x = Slot(ops.size(shape.hidden_size), True)

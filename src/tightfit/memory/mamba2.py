@@ -148,11 +148,8 @@ def _lay_out(ops: Operations, x: Slot, copy: bool) -> Slot:
 
 
 def _contract(ops: Operations, a: Slot, b: Slot, size: int, summed: int) -> Slot:
-    """A product of a and b with an index of `summed` values summed over.
-
-    Broadcast, the whole product stands beside its sum; backwards both factors' gradients are as large, and autograd
-    sums them to their shapes when both are there.
-    """
+    """A product of a and b with an index of `summed` values summed over. Broadcast, the whole product stands beside its
+    sum; backwards both factors' gradients are as large, and autograd sums them to their shapes when both are there."""
     whole = size * summed if ops.setting.broadcast_scan else 0
     return ops.tape.op((a, b), size, saves=(a, b), forward_temp=whole, backward_temp=2 * whole)
 

@@ -215,10 +215,8 @@ def _projections(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, S
 
 
 def _scan(ops: Operations, tensors: tuple[Slot, ...], shape: Mamba1) -> tuple[Slot, tuple[Slot, ...]]:
-    """Discretise all steps at once, then walk them one by one; and what variables keep until the end.
-
-    `cube`: one fp32 number a token, channel and state.
-    """
+    """Discretise all steps at once, then walk them one by one; and what variables keep until the end. `cube`: one fp32
+    number a token, channel and state."""
     tape, setting = ops.tape, ops.setting
     a, step, b, c, u = tensors
     wide, cube = ops.size(shape.inner), ops.size(shape.inner * shape.state, FP32)

@@ -156,11 +156,8 @@ def measure(tape: Tape, layer_input: Slot, layer_output: Slot, *, stops: bool = 
 
 
 def _runs_again(ops: list[Op]) -> int:
-    """How many operations a recomputation runs.
-
-    Non-reentrant checkpointing raises out of the forward when the last kept tensor has been packed; inputs are
-    packed before their operation runs, outputs after it.
-    """
+    """How many operations a recomputation runs. Non-reentrant checkpointing raises out of the forward when the last
+    kept tensor has been packed; inputs are packed before their operation runs, outputs after it."""
     last = next((i for i in range(len(ops) - 1, -1, -1) if ops[i].saves), -1)
     if last < 0:
         return 0
@@ -287,10 +284,8 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
 
 
 def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tuple[int, int, int]:
-    """Hand gradients to the inputs: bytes that stay, bytes that are added to what is there, copies made for it.
-
-    A second gradient is added in place, unless the first is still somebody else's too.
-    """
+    """Hand gradients to the inputs: bytes that stay, bytes that are added to what is there, copies made for it. A
+    second gradient is added in place, unless the first is still somebody else's too."""
     fresh = arriving = copied = 0
     sizes = op.grad_sizes
     for i, slot in enumerate(op.inputs):

@@ -86,9 +86,7 @@ def of(shape: ModelShape, levers: Levers) -> Weights:
 
 def effective_lora(levers: Levers) -> Lora | None:
     """DeepSpeed casts every parameter to the working precision, adapters too, unless `zero.Init` built the model.
-
-    FSDP2's adapters rest in fp32 and are computed with in the working precision.
-    """
+    FSDP2's adapters rest in fp32 and are computed with in the working precision."""
     lora = levers.lora
     if lora is None or levers.precision == "fp32" or levers.stage == 3:
         return lora

@@ -422,10 +422,8 @@ def _layer(block: Block, style: Style, threshold: int, first: int) -> tuple[Node
 
 
 def _kernel_mixer(names: list[str], modules: list[Node], frozen: bool) -> Node:
-    """in_proj is called; everything else belongs to the mixer itself, which works when in_proj has run.
-
-    `zero.Init` numbers parameters as it closes modules: the mixer's direct ones come last.
-    """
+    """in_proj is called; everything else belongs to the mixer itself, which works when in_proj has run. `zero.Init`
+    numbers parameters as it closes modules: the mixer's direct ones come last."""
     mixing = dict(zip([name for name in names if _place(name) == 1], modules, strict=True))
     called = [node for name, node in mixing.items() if name.endswith("in_proj")]
     inner = [node for name, node in mixing.items() if "." in name and node not in called]

@@ -42,11 +42,9 @@ def plan(
     every_gpu: bool = False,
     engines: frozenset[str] | None = None,
 ) -> Plan:
-    """The fastest way to run the job; its own model and hardware, unless others are given.
-
-    A job's tier is applied first. `said`: what the inputs' readers had to say. `partial`, `every_gpu` and `engines`
-    bound the search: see `Bounds`.
-    """
+    """The fastest way to run the job; its own model and hardware, unless others are given. A job's tier is applied
+    first. `said`: what the inputs' readers had to say. `partial`, `every_gpu` and `engines` bound the search: see
+    `Bounds`."""
     bounds = Bounds(partial=partial, every_gpu=every_gpu, engines=engines)
     return plan_within(bounds, job, shape, hardware, said)
 
@@ -90,9 +88,7 @@ def plan_within(
 
 def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *, advice: bool = True) -> Plan:
     """The best way that a question allows; where there is none, the best with what the job allows to be changed.
-
-    `advice`: see `Bounds`.
-    """
+    `advice`: see `Bounds`."""
     began = perf_counter()
     found = search(question)
     changed: tuple[Remedy, ...] = ()
@@ -129,10 +125,8 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
 
 
 def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:
-    """What is asked of the search, with the effective batch that every candidate must keep.
-
-    Where the CPU stands in for GPUs, both of its ranks run: that is what it is there for.
-    """
+    """What is asked of the search, with the effective batch that every candidate must keep. Where the CPU stands in for
+    GPUs, both of its ranks run: that is what it is there for."""
     base, fixed = levers_of(job, shape), pinned(job)
     batch, lora = job.effective_batch, job.lora
     if not batch and {"micro_batch", "accumulation"} <= fixed:

@@ -269,9 +269,7 @@ def uncorrected_bytes(phase: Phase) -> int:
 
 def phase_bytes(footprint: Footprint, where: Place, phase: PhaseName | None, hardware: Hardware) -> int:
     """What is held in a phase on one GPU, or on the host by all ranks of a node; None: at the highest of all peaks.
-
-    Where the CPU stands in for GPUs, its RAM holds what they would.
-    """
+    Where the CPU stands in for GPUs, its RAM holds what they would."""
     gpu, host = footprint.gpu, footprint.host
     on_gpu = gpu.phases[phase].total_bytes if phase else max(gpu.peak_bytes, gpu.init_peak_bytes)
     if where == "gpu":

@@ -227,10 +227,8 @@ def bucket_choices(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Buc
 
 
 def frugal(every: Iterable[Corner]) -> list[Corner]:
-    """The corners of one strategy that can hold least; the likeliest first.
-
-    One sequence at a time holds least where gradients of earlier ones wait anyway; all at once, where they need not.
-    """
+    """The corners of one strategy that can hold least; the likeliest first. One sequence at a time holds least where
+    gradients of earlier ones wait anyway; all at once, where they need not."""
     all_corners = list(every)
     micros = {corner.rest.micro_batch for corner in all_corners}
     ends = {min(micros), max(micros)} if micros else set()

@@ -58,10 +58,8 @@ def remedies(question: Question) -> tuple[Remedy, ...]:
 
 
 def mildest_changes(question: Question, names: Sequence[Allowance]) -> tuple[Remedy, ...]:
-    """The mildest allowed change that fits; or as few together as it takes, each at its strongest but the last.
-
-    Another model is the last resort: whatever keeps the user's comes first, alone or together.
-    """
+    """The mildest allowed change that fits; or as few together as it takes, each at its strongest but the last. Another
+    model is the last resort: whatever keeps the user's comes first, alone or together."""
     same_model = [name for name in ORDER if name in names and name != "smaller-model"]
     for group in (group for size in range(1, len(same_model) + 1) for group in _groups(same_model, size)):
         if made := _together(question, group):
@@ -73,10 +71,8 @@ def mildest_changes(question: Question, names: Sequence[Allowance]) -> tuple[Rem
 
 
 def _groups(names: Sequence[Allowance], size: int) -> list[tuple[Allowance, ...]]:
-    """So many of the changes; those first whose worst is mildest, each in the order in which they are made.
-
-    Adapters come first: rank, targets and 4-bit weights mean nothing without them.
-    """
+    """So many of the changes; those first whose worst is mildest, each in the order in which they are made. Adapters
+    come first: rank, targets and 4-bit weights mean nothing without them."""
     groups = combinations([name for name in ORDER if name in names], size)
     mildest = sorted(groups, key=lambda group: [ORDER.index(name) for name in reversed(group)])
     return [tuple(sorted(group, key=lambda name: name != "lora")) for group in mildest]
@@ -196,10 +192,8 @@ def more_machines(hardware: Hardware) -> list[Hardware]:
 
 
 def count_gpus(question: Question, *, batch_asked: bool) -> int | None:
-    """The smallest number of these GPUs that would do; None: no number would, up to a thousand.
-
-    An effective batch that was asked for stays, so the GPUs must share it evenly; the usual one grows with them.
-    """
+    """The smallest number of these GPUs that would do; None: no number would, up to a thousand. An effective batch that
+    was asked for stays, so the GPUs must share it evenly; the usual one grows with them."""
     hardware, batch = question.hardware, question.effective_batch
     larger = [
         replace(question, hardware=more, effective_batch=batch if batch_asked else batch // hardware.world * more.world)

@@ -84,10 +84,8 @@ class Ladder:
         return None if not self._offloads or self._least(OFFLOADED) else self.last
 
     def fit_within(self, count: int) -> Checkpointing | None:
-        """What `first_fit` finds, of the first `count` depths; offloading only after all of them.
-
-        For a race, in which most corners are asked for too few depths.
-        """
+        """What `first_fit` finds, of the first `count` depths; offloading only after all of them. For a race, in which
+        most corners are asked for too few depths."""
         if not self._prunes and count > self.last:
             return self.first_fit()
         if self._fits(BARE):

@@ -146,11 +146,8 @@ def _over(need: int, have: int | None) -> int:
 
 
 def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
-    """What must stay within the card less its margin.
-
-    The margin is for the steps: building the model is the same every time, and must fit the card alone. Where even
-    that does not, it is what counts.
-    """
+    """What must stay within the card less its margin. The margin is for the steps: building the model is the same every
+    time, and must fit the card alone. Where even that does not, it is what counts."""
     return _required_bytes(totals_of(footprint), hardware)
 
 

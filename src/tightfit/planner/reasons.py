@@ -46,10 +46,8 @@ def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
 
 
 def worth_showing(plan: Plan) -> tuple[Way, ...]:
-    """The best few ways and the tempting ones that do not fit, the fastest first; the nearest where nothing fits.
-
-    Where a change of the training was made, those that train otherwise are no alternatives to what was chosen.
-    """
+    """The best few ways and the tempting ones that do not fit, the fastest first; the nearest where nothing fits. Where
+    a change of the training was made, those that train otherwise are no alternatives to what was chosen."""
     chosen = plan.chosen
     if chosen is None:
         return tuple(sorted(plan.alternatives, key=_distance)[:MOST_HOPELESS])

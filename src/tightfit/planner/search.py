@@ -53,10 +53,8 @@ def rank(way: Way) -> tuple[float, tuple[int, ...]]:
 
 
 def search(question: Question, *, nearest: bool = True) -> SearchResult:
-    """The best of every strategy on all GPUs, and of fewer GPUs where that is better.
-
-    `nearest`: of a strategy that does not fit, what is nearest to it.
-    """
+    """The best of every strategy on all GPUs, and of fewer GPUs where that is better. `nearest`: of a strategy that
+    does not fit, what is nearest to it."""
     found = SearchResult()
     _search_world(question, found, nearest=nearest)
     best = found.best
