@@ -121,9 +121,6 @@ def _norm(ops: Operations, x: Slot, shape: Attention, heads: int) -> Slot:
     return ops.tape.op((normed,), normed.size) if shape.qk_norm_kind == "layer" else normed
 
 
-# --- rotary -------------------------------------------------------------------------------------
-
-
 def _rotate(ops: Operations, q: Slot, k: Slot, shape: Attention) -> tuple[Slot, Slot]:
     turned = _rotate_one(ops, q, shape), _rotate_one(ops, k, shape)
     if _joins(shape):  # cat with the part that is not rotated, be it empty; backwards, its gradient is laid into zeros
@@ -147,9 +144,6 @@ def _rotate_one(ops: Operations, x: Slot, shape: Attention) -> Slot:
 def _joins(shape: Attention) -> bool:
     """Families that may rotate a part of each head put it together with the rest, even where that is empty."""
     return shape.rotary and (shape.rotary_dim is not None or shape.fused_qkv)
-
-
-# --- kernels ------------------------------------------------------------------------------------
 
 
 def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:

@@ -72,12 +72,8 @@ def _route(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
         merged = _merge_adapter(ops, shape.experts * hidden, setting.lora_rank * (shape.experts + hidden), FP32)
         logits = tape.op((x, merged), ops.size(shape.experts), saves=(x, merged))
     else:
-        logits = tape.op(
-            (x,),
-            ops.size(shape.experts),
-            saves=(x,) if setting.trains_base else (),
-            weight_grad=ops.grad(shape.experts * hidden),
-        )
+        saves = (x,) if setting.trains_base else ()
+        logits = tape.op((x,), ops.size(shape.experts), saves=saves, weight_grad=ops.grad(shape.experts * hidden))
     probabilities = ops.output_saving(ops.cast(logits, shape.experts, FP32))
     chosen = tape.op((probabilities,), ops.size(shape.top_k, FP32), makes=(ops.size(shape.top_k, INT64),))
     if not shape.scores_fp32:

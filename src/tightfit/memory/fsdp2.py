@@ -198,12 +198,7 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
         last = max(last - embedding.trainable * shard, 0)
     return worst(
         fullest.components(acts.shared),
-        {
-            "activations": acts.shared,
-            "gradients": _own_grads(job) + last,
-            "buckets": embedding.trainable * FP32,
-            "gathered_weights": root,
-        },
+        Peak(0, 0, _own_grads(job) + last, embedding.trainable * FP32, root).components(acts.shared),
     )
 
 

@@ -55,9 +55,6 @@ def _sizes(ops: Operations, shape: Mamba2) -> _Sizes:
     )
 
 
-# --- official -----------------------------------------------------------------------------------
-
-
 def _official(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot:
     setting, sizes = ops.setting, _sizes(ops, shape)
     wide, narrow = ops.size(shape.inner), ops.size(hidden)
@@ -86,9 +83,6 @@ def _official(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> S
         backward_temp=backward + max(inner - weights, 0) + (0 if setting.trains_base else weights),
         weight_grad=weights if setting.trains_base else 0,
     )
-
-
-# --- torch --------------------------------------------------------------------------------------
 
 
 def _torch(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot:

@@ -85,8 +85,6 @@ class Operations:
     def size(self, features: int, width: int | None = None) -> int:
         return self._tokens * features * (width or self.setting.width)
 
-    # --- matrices ---------------------------------------------------------------------------
-
     def find(self, *names: str) -> str:
         """The one of these module names that this layer has (`o_proj`, `dense`, `c_proj` …)."""
         return next(name for name in names if name + ".weight" in self.tensors)
@@ -107,14 +105,10 @@ class Operations:
         setting = self.setting
         since = len(self.tape.ops)
         whole = out_features * in_features * setting.width if setting.quantised else 0
+        saves = (x,) if setting.trains_base or setting.keeps_inputs else ()
+        size, grad = self.size(out_features), self.grad(self.weights(module))
         y = self.tape.op(
-            (x,),
-            self.size(out_features),
-            saves=(x,) if setting.trains_base or setting.keeps_inputs else (),
-            weight_grad=self.grad(self.weights(module)),
-            forward_temp=whole,
-            backward_temp=whole,
-            product=True,
+            (x,), size, saves=saves, weight_grad=grad, forward_temp=whole, backward_temp=whole, product=True
         )
         self.tape.called(module, since)
         return self._adapter(module, (x, y), in_features, out_features) if setting.adapts(module) else y
@@ -136,8 +130,6 @@ class Operations:
         tape.hold(x)
         tape.called(f"{module}/B", since)
         return total
-
-    # --- elementwise ------------------------------------------------------------------------
 
     def add(self, a: Slot, b: Slot) -> Slot:
         """The narrower one is promoted on the way, which shows in its gradient only: that is cast back."""
@@ -218,8 +210,6 @@ class Operations:
         wide = self.tape.op((x,), padded, saves=(x,), weight_grad=self.grad(self.weights(module)))
         cut = self.tape.view(wide, size=x.size, copies_grad=True)
         return self.tape.op((cut,), x.size, saves=(cut,))
-
-    # --- norms ------------------------------------------------------------------------------
 
     def norm(self, x: Slot, features: int, kind: NormKind, *, rows: int = 1, trains: bool | None = None) -> Slot:
         """A norm over the last dimension of `features`; `rows` of them a token (heads of q and k)."""

@@ -151,14 +151,9 @@ def _modules(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     x_dbl, low, b, c = _project(ops, u, shape)
     delta = ops.linear(low, "mixer.dt_proj", shape.inner, shape.dt_rank)
     buffers = _scan_buffers(ops, shape)
-    out = tape.op(
-        (u, delta, b, c, gate),
-        wide,
-        saves=(u, delta, b, c, gate),
-        makes=(buffers.borders, buffers.parameters),
-        forward_temp=buffers.forward,
-        backward_temp=buffers.backward,
-    )
+    read, makes = (u, delta, b, c, gate), (buffers.borders, buffers.parameters)
+    forward, backward = buffers.forward, buffers.backward
+    out = tape.op(read, wide, saves=read, makes=makes, forward_temp=forward, backward_temp=backward)
     tape.hold(xz, u, x_dbl, low, b, c, delta)
     return ops.linear(out, "mixer.out_proj", hidden, shape.inner)
 

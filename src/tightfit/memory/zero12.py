@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.inputs.versions import release
-from tightfit.memory.backward import Owners, peak_with_accumulation, peak_with_buckets
+from tightfit.memory.backward import Owners, Peak, peak_with_accumulation, peak_with_buckets
 from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, logits, passing, share, worst
 from tightfit.memory.operations import FP64
 from tightfit.memory.optimizers import flat_states, step_temporary
@@ -149,12 +149,7 @@ def _backward_to_the_embedding(job: MemoryJob) -> Components:
     moments: list[Components] = [
         peak.components(acts.shared) | {"buckets": resting},
         # the layers' gradient is turned into the embedding's, to which a tied head's is added
-        {
-            "activations": acts.shared,
-            "recompute": acts.moments[-1].cost.input_grad,
-            "gradients": earlier + job.tied_grad + grad,
-            "buckets": resting,
-        },
+        Peak(0, acts.moments[-1].cost.input_grad, earlier + job.tied_grad + grad, resting).components(acts.shared),
     ]
     if levers.engine == "zero1":
         moments.append({"gradients": _emptying(job), "buckets": bucket})

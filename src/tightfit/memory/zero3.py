@@ -191,9 +191,6 @@ def initialise(job: MemoryJob) -> Components:
     return worst(*candidates)
 
 
-# --- what a leaf holds --------------------------------------------------------------------------
-
-
 def _leaf_mixers(levers: Levers) -> bool:
     """Whether our worker makes a leaf of each Mamba mixer, if there are any: no adapters, no packed matrices inside."""
     return levers.scan == "tightfit" and levers.method == "full"
@@ -270,9 +267,6 @@ def _hold_by_experts(cost: LayerCost, block: Block, width: int) -> LayerCost:
         arrives_in=tuple([whose for _, whose in arrivals]),
         turns=(*cost.turns[:2], tuple(turns)),
     )
-
-
-# --- what is whole when -------------------------------------------------------------------------
 
 
 def gather_for(job: MemoryJob, *, all_cut: bool = False) -> Gathered:

@@ -197,9 +197,6 @@ class Calibration:
         return replace(self, entries=(*others, replace(entry, measured=(*kept, *measured))))
 
 
-# --- marks --------------------------------------------------------------------------------------
-
-
 def training_of(shape: ModelShape, levers: Levers, hardware: Hardware) -> Training:
     """What an entry for this candidate would belong to."""
     return Training(
@@ -233,9 +230,6 @@ def data_mark(job: Job) -> str:
 
 def _mark(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# --- what it does to a footprint ----------------------------------------------------------------
 
 
 def correct(footprint: Footprint, correction: Correction | None, hardware: Hardware) -> Footprint:

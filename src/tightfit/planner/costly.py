@@ -105,9 +105,6 @@ def _smallest(question: Question, name: Allowance) -> Remedy | None:
     return None
 
 
-# --- the changes ----------------------------------------------------------------------------------
-
-
 def _with(question: Question, **changes: object) -> Question:
     return replace(question, base=replace(question.base, **changes))  # type: ignore[arg-type]
 
@@ -178,9 +175,6 @@ def smaller_models(shape: ModelShape) -> list[ModelShape]:
     presets = [load_model(name) for name in PRESETS]
     same = [other for other in presets if other.model_type == shape.model_type and other.parameters < shape.parameters]
     return sorted((other for other in same if not other.name.startswith("tiny")), key=lambda other: -other.parameters)
-
-
-# --- more GPUs ------------------------------------------------------------------------------------
 
 
 def more_machines(hardware: Hardware) -> list[Hardware]:
