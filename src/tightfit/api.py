@@ -20,7 +20,7 @@ from tightfit.desk import plan as plans
 from tightfit.desk.plan import files_of, plan_of
 from tightfit.desk.report import answer_report, estimate_report
 from tightfit.desk.request import Request, read_request
-from tightfit.formats.target import Original
+from tightfit.formats.llamafactory.read import Original
 from tightfit.inputs.flags import LEVERS
 from tightfit.inputs.spelling import nearest
 from tightfit.inputs.surroundings import choose_language

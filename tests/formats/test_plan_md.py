@@ -15,8 +15,7 @@ import pytest
 
 from tightfit.formats.launch.environment import environment
 from tightfit.formats.plan_folder import write
-from tightfit.formats.plan_md import plan_md
-from tightfit.formats.render import render
+from tightfit.formats.render import plan_md, render
 from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job, Limits

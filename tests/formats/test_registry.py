@@ -16,7 +16,7 @@ import tightfit
 DIALECT = """
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.job.known import KnownConfig
-from tightfit.formats.rules import KEY_TWICE, NOT_FINITE, rules
+from tightfit.formats.rules import IN_ANY_FILE, rules
 
 
 def check(sheet):
@@ -30,7 +30,7 @@ DIALECT = Dialect(
     one="a Loom YAML",
     keys=frozenset(("loom_threads", "loom_batch")),
     telling=("loom_threads",),
-    rules=(KEY_TWICE, NOT_FINITE, *rules(("loom-idle", "error", "a loom without threads"))),
+    rules=IN_ANY_FILE | rules("loom-idle!"),
     check=check,
     known=lambda values: KnownConfig(micro_batch=values.get("loom_batch")),
     files=(
@@ -57,7 +57,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (formats / "loom").mkdir()
     (formats / "loom" / "__init__.py").touch()
     (formats / "loom" / "dialect.py").write_text(DIALECT, encoding="utf-8")
-    registry = formats / "registry.py"
+    registry = formats / "dialect.py"
     text = registry.read_text(encoding="utf-8")
     registry.write_text(text.replace('    "launch",\n', '    "loom",\n    "launch",\n'), encoding="utf-8")
     return source

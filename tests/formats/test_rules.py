@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tightfit.formats.dialect import kinds
 from tightfit.formats.lint import lint
-from tightfit.formats.registry import kinds_by_rule
 from tightfit.formats.rules import Finding
 from tightfit.formats.target import Target
 
@@ -481,14 +481,13 @@ def test_a_rule_finds_what_it_is_for_and_nothing_once_that_is_corrected(tmp_path
 
 def test_every_rule_is_tried() -> None:
     elsewhere = {"lf-json-file", "job-generated"}  # test_lint.py, test_rendered.py
-    assert {case.rule for case in CASES} | elsewhere == {rule.id for rule in kinds_by_rule()}
+    assert {case.rule for case in CASES} | elsewhere == {rule for dialect in kinds().values() for rule in dialect.rules}
 
 
 def test_a_rule_is_looked_for_in_the_kinds_it_names() -> None:
-    named = {rule.id: kinds for rule, kinds in kinds_by_rule().items()}
     for case in CASES:
-        kinds = named[case.rule]
-        assert case.kind in kinds or (case.rule.startswith("ds-") and kinds == ("deepspeed",)), case.rule
+        named = [name for name, dialect in kinds().items() if case.rule in dialect.rules]
+        assert case.kind in named or (case.rule.startswith("ds-") and named == ["deepspeed"]), case.rule
 
 
 @pytest.mark.parametrize("kind", list(BASES))

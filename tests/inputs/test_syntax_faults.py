@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tightfit.inputs.syntax_faults import json_fault, without_comments, yaml_fault
+from tightfit.inputs.spelling import json_fault, without_comments, yaml_fault
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from dataclasses import fields
 from typing import Any, NoReturn, TypeVar, get_args
 
 from tightfit.inputs.flags import LEVERS, spelt, words_of
-from tightfit.inputs.spelling import nearest
-from tightfit.inputs.times import seconds_in
+from tightfit.inputs.spelling import nearest, seconds_in
 from tightfit.messages import Message, Said, explain_field, text
 from tightfit.messages.wide import wrap
 from tightfit.types import ConfigError, Group

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tightfit.cli.flags import CHANGE, Parser, print_json, whole_number
+from tightfit.formats.dialect import kinds
 from tightfit.formats.lint import examine
-from tightfit.formats.registry import kinds
 from tightfit.formats.rules import Severity
 from tightfit.formats.target import Target
 from tightfit.inputs.flags import spelt

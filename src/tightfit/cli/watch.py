@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tightfit.cli.flags import CHANGE, Parser, print_json
+from tightfit.inputs.spelling import seconds_in
 from tightfit.inputs.surroundings import cache_folder
-from tightfit.inputs.times import seconds_in
 from tightfit.messages import Message, id_of, text
 from tightfit.runs.lines import Lines
 from tightfit.runs.machine_eye import MachineEye

@@ -268,18 +268,14 @@ def _inputs(
     elif request.file is not None:
         from tightfit.formats.llamafactory import read as llamafactory_file
 
-        path, found = request.file.path, request.file.found
-        if str(path).endswith(".json"):
-            raise ConfigError(Message("desk.not-llamafactory", path=path))
-        if isinstance(found, UserError):  # for its own words about what cannot be read
-            factory = llamafactory_file.read_llamafactory(path)
-        else:
-            factory = llamafactory_file.settings_from(found.values, path)
+        if str(request.file.path).endswith(".json"):
+            raise ConfigError(Message("desk.not-llamafactory", path=request.file.path))
+        factory = llamafactory_file.settings_from(request.file.read())
         said = [*factory.because, *factory.computing_because]
         if factory.ignored:
             said.append(Message("desk.not-priced", names=Listing(factory.ignored)))
         shape = load_model(request.model or factory.model, trust_trace=request.trace)
-        base = llamafactory_file.to_levers(factory, usual, n_layers=shape.n_layers)
+        base = llamafactory_file.to_levers(factory, shape.n_layers, usual.deepspeed_version)
         config = config or factory.deepspeed
     elif request.model is None:
         raise ConfigError(Message("job.which-model"))

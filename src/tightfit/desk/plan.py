@@ -25,7 +25,8 @@ from tightfit.priced import amounts, strategy_name
 from tightfit.types import FSDP2, STAGES, ConfigError, Trainer
 
 if TYPE_CHECKING:
-    from tightfit.formats.target import Original, Target
+    from tightfit.formats.llamafactory.read import Original
+    from tightfit.formats.target import Target
 
 DEEPSPEED = frozenset(STAGES)
 STARTS_ANY = "torchrun"  # a launcher without bounds, to name where another one's are too narrow
@@ -59,7 +60,7 @@ def original_for(request: Request) -> Original | None:
     """The LLaMA-Factory file that is to be written anew; None: there is none."""
     if request.file is None or not request.file.is_llamafactory:
         return None
-    from tightfit.formats.llamafactory.job import original_of
+    from tightfit.formats.llamafactory.read import original_of
 
     path = request.file.path
     return original_of(request.file.read(), lambda job: place_job(job, path))
@@ -157,7 +158,7 @@ def target_of(request: Request) -> Target | None:
     """What was said about the readers of the files; None: nothing. DeepSpeed's version is the job's."""
     if all(getattr(request, name) is None for name in ABOUT_FILES):
         return None
-    from tightfit.formats.registry import launchers
+    from tightfit.formats.dialect import launchers
     from tightfit.formats.target import Target
 
     usual, launcher = Target(), request.launcher

@@ -127,7 +127,7 @@ def _read_file(request: Request, launcher: str | None) -> tuple[JobFile | None, 
         return None, None
     if not request.file.is_llamafactory:
         return job_from_text(request.file.read(), model=request.model), None
-    from tightfit.formats.llamafactory.job import llamafactory_job_from  # brings yaml
+    from tightfit.formats.llamafactory.read import llamafactory_job_from
 
     usual = "llamafactory" if launcher in (None, "llamafactory") else None
     stays = request.flags.get("for", usual) == "llamafactory"

@@ -21,8 +21,7 @@ from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 _MARK = re.compile(r"\.tightfit-\d+$")
-FIRST = 2
-"""The user's own file is the first."""
+FIRST = 2  # the user's own file is the first
 _MOST = 1000
 
 

@@ -18,10 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tightfit.inputs.spelling import check_keys, read_text
-from tightfit.inputs.syntax_faults import json_fault, yaml_fault
+from tightfit.inputs.spelling import check_keys, json_fault, read_text, yaml_fault
 from tightfit.messages import Message, Said
 from tightfit.types import ConfigError
 
@@ -32,18 +29,12 @@ class Document:
 
     path: Path
     values: Mapping[str, Any]
-    syntax: str
-    """json, hjson or yaml."""
-    lines: Mapping[str, int]
-    """Dotted key → line."""
-    doubles: tuple[str, ...] = ()
-    """Keys that stand more than once."""
-    quoted: frozenset[str] = frozenset()
-    """Keys of YAML whose value is text because of its quotes."""
-    json_remedy: Said = ""
-    """Of Hjson: what to write so that a reader of plain JSON takes it."""
-    within: str = ""
-    """The block of the file that this is, where it is not the whole file."""
+    syntax: str  # json, hjson or yaml
+    lines: Mapping[str, int]  # dotted key → line
+    doubles: tuple[str, ...] = ()  # keys that stand more than once
+    quoted: frozenset[str] = frozenset()  # keys of YAML whose value is text because of its quotes
+    json_remedy: Said = ""  # of Hjson: what to write so that a reader of plain JSON takes it
+    within: str = ""  # the block of the file that this is, where it is not the whole file
 
     @property
     def shown_path(self) -> str:
@@ -83,7 +74,7 @@ def read_document(path: Path) -> Document:
     text = read_text(path, "JSON or YAML")
     suffix = path.suffix.lower()
     looks_like_json = suffix in (".json", ".hjson") or (text.lstrip()[:1] == "{" and suffix not in (".yaml", ".yml"))
-    document = _read_json(path, text) if looks_like_json else _read_yaml(path, text)
+    document = parse_json_document(path, text) if looks_like_json else _read_yaml(path, text)
     if not isinstance(document.values, dict) or not document.values:
         raise ConfigError(Message("lint.no-keys", name=path.name))
     check_keys(document.values, path.name)
@@ -94,6 +85,8 @@ def read_document(path: Path) -> Document:
 
 
 def _read_yaml(path: Path, text: str) -> Document:
+    import yaml
+
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
@@ -131,7 +124,8 @@ def _read_yaml(path: Path, text: str) -> Document:
 # --- JSON ---------------------------------------------------------------------------------------
 
 
-def _read_json(path: Path, text: str) -> Document:
+def parse_json_document(path: Path, text: str) -> Document:
+    """A text of JSON, or of Hjson, which DeepSpeed reads as well."""
     try:
         values, syntax = json.loads(text), "json"
     except (ValueError, RecursionError):

@@ -6,12 +6,10 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from tightfit.formats.dialect import Dialect
+from tightfit.formats.dialect import Dialect, dialects, kinds
 from tightfit.formats.document import read_document
 from tightfit.formats.recognise import recognise
-from tightfit.formats.registry import dialects, kinds
-from tightfit.formats.rules import JSON_COMMENTS, NOT_FINITE, Finding, Report
-from tightfit.formats.sheet import Sheet
+from tightfit.formats.rules import Finding, Report, Sheet
 from tightfit.formats.target import Target
 from tightfit.inputs.spelling import walk
 from tightfit.inputs.versions import newest_deepspeed
@@ -37,12 +35,12 @@ def examine(path: Path, target: Target | None = None, *, kind: str | None = None
         newest = (newest_deepspeed(each.trainer, target.llamafactory_version) for each in readers if each.trainer)
         target = replace(target, deepspeed_version=next(filter(None, newest), target.deepspeed_version))
     sheet = Sheet(document=document, rules=dialect.rules, target=target, world=world)
-    for place, value in walk(document.values) if NOT_FINITE in dialect.rules else ():
+    for place, value in walk(document.values) if "not-finite" in dialect.rules else ():
         if isinstance(value, float) and not math.isfinite(value):
             sheet.note("not-finite", place, "lint.not-finite", "lint.write-finite", value=value)
     if sheet.found:  # nothing can be computed with such numbers: no other rule has to reckon with them
         return _report(dialect, sheet)
-    if JSON_COMMENTS in dialect.rules and document.syntax == "hjson":
+    if "json-comments" in dialect.rules and document.syntax == "hjson":
         sheet.say("json-comments", "", Message("lint.json-comments"), document.json_remedy)
     return _report(dialect, sheet, dialect.check(sheet))
 

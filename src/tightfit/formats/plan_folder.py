@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tightfit.formats.registry import dialects
+from tightfit.formats.dialect import dialects
 from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.records import find_json
 from tightfit.messages import Message
@@ -27,8 +27,7 @@ from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_fold
 from tightfit.types import ConfigError
 
 STAGING = ".tightfit-staging"
-RECORD, LIST = "worker.json", ".tightfit-plan.json"
-"""Only we write them, and every plan has one or the other."""
+RECORD, LIST = "worker.json", ".tightfit-plan.json"  # only we write them, and every plan has one or the other
 PLAN_FILES = frozenset(file.name for dialect in dialects() for file in dialect.files) | {"PLAN.md"}
 """What a plan may consist of."""
 EXECUTABLE = (".sh", ".sbatch")
@@ -119,9 +118,8 @@ def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
     moved: list[str] = []
     known = {name for name in files if (folder / name).exists()}
     try:
-        for name in sorted(
-            files, key=lambda name: name not in (RECORD, LIST)
-        ):  # from then on the others are known as ours
+        # with either of those in place, the others are known as ours
+        for name in sorted(files, key=lambda name: name not in (RECORD, LIST)):
             if name in known:
                 # a second name for what is about to be replaced; a copy where the file system has no second names
                 try:

@@ -48,15 +48,11 @@ def check_fits_under(trainer: Trainer, plan: Plan, target: Target) -> None:
         return
     way = require_way(plan)
     found = estimate(way.shape, levers_under(trainer, plan, target), way.world, way.hardware)
-
-    if found.gpu.required_bytes > max(way.gpu_limit_bytes, way.footprint.gpu.required_bytes):
-        need, there = amounts(found.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-        raise ConfigError(
-            Message("planfile.trainer-needs-gpu", trainer=NAMES[trainer], need=need, there=there, word=trainer)
-        )
-    ram = way.hardware.host_ram_bytes
-    if ram is not None and found.host.peak_bytes_per_node > max(ram, way.footprint.host.peak_bytes_per_node):
-        need, there = amounts(found.host.peak_bytes_per_node, ram)
-        raise ConfigError(
-            Message("planfile.trainer-needs-ram", trainer=NAMES[trainer], need=need, there=there, word=trainer)
-        )
+    ram, planned, gpu = way.hardware.host_ram_bytes, way.footprint, way.hardware.gpu.memory_bytes
+    said, need, there = "planfile.trainer-needs-gpu", found.gpu.required_bytes, gpu
+    if need <= max(way.gpu_limit_bytes, planned.gpu.required_bytes):
+        if ram is None or found.host.peak_bytes_per_node <= max(ram, planned.host.peak_bytes_per_node):
+            return
+        said, need, there = "planfile.trainer-needs-ram", found.host.peak_bytes_per_node, ram
+    needed, held = amounts(need, there)
+    raise ConfigError(Message(said, trainer=NAMES[trainer], need=needed, there=held, word=trainer))

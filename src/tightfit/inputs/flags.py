@@ -18,13 +18,10 @@ from tightfit.inputs.spelling import nearest
 from tightfit.messages import Choice, Message
 from tightfit.types import ZERO3, Buckets, Checkpointing, ConfigError, Lever, Levers, Lora, ModelShape
 
-MOST_BATCH = 1_000_000
-"""Sequences a step, over all GPUs."""
-MOST_TOKENS = 2**30
-"""In one forward pass on one GPU."""
+MOST_BATCH = 1_000_000  # sequences a step, over all GPUs
+MOST_TOKENS = 2**30  # in one forward pass on one GPU
 
-CHECKPOINTING = ("none", "full", "full+offload", "layers:K")
-"""How a `Checkpointing` is said."""
+CHECKPOINTING = ("none", "full", "full+offload", "layers:K")  # how a `Checkpointing` is said
 
 
 def _levers_in(record: type, block: str) -> Iterator[Lever]:

@@ -13,18 +13,22 @@ import io
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from tightfit.messages import Choice, Message, Said, text
 from tightfit.types import ConfigError
 
-LARGEST = 2**63 - 1
-"""No count in any of these files can mean more; what is larger was a slip of the finger."""
+if TYPE_CHECKING:
+    import yaml
+
+LARGEST = 2**63 - 1  # no count in any of these files can mean more; what is larger was a slip of the finger
 
 
 MOST_TEXT_BYTES = 16 << 20
@@ -33,9 +37,9 @@ MOST_TEXT_BYTES = 16 << 20
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known word that `word` was probably meant to be; None when nothing is close."""
-    by_fold = {_fold(name): name for name in known}
-    close = get_close_matches(_fold(word), by_fold, n=5, cutoff=cutoff)
-    return next((by_fold[name] for name in close if _is_slip(_fold(word), name)), None)
+    by_fold = {fold(name): name for name in known}
+    close = get_close_matches(fold(word), by_fold, n=5, cutoff=cutoff)
+    return next((by_fold[name] for name in close if _is_slip(fold(word), name)), None)
 
 
 def _is_slip(word: str, name: str) -> bool:
@@ -55,7 +59,7 @@ def find_slip(word: str, known: Iterable[str]) -> str | None:
     close = nearest(word, known, cutoff=0.8)
     if close is None:
         return None
-    plain, right = _fold(word).replace("_", ""), _fold(close).replace("_", "")
+    plain, right = fold(word).replace("_", ""), fold(close).replace("_", "")
     is_form = plain.startswith(right) or right.startswith(plain)
     return close if is_form or _slips(plain, right) <= max(1, len(right) // 6) else None
 
@@ -116,11 +120,9 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise (
-                OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-                if stat.S_ISDIR(mode)
-                else NotOrdinary(errno.EINVAL, text("inputs.not-ordinary"))
-            )
+            if stat.S_ISDIR(mode):
+                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise NotOrdinary(errno.EINVAL, text("inputs.not-ordinary"))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -167,7 +169,20 @@ def shown(value: object) -> str:
     return text if len(text) <= 48 else text[:45] + "…"
 
 
-def _fold(word: str) -> str:
+def read_tables(path: Path) -> dict[str, dict[str, str]]:
+    """Tables of words: under each `[name]` of the file its words, with the mark behind each (`bf16?`) or what it means
+    (`lr:learning_rate`)."""
+    tables: dict[str, dict[str, str]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            table = tables.setdefault(line[1:-1], {})
+        elif line and not line.startswith("#"):
+            table |= dict(re.findall(r"([^\s?#~!:]+):?(\S*)", line))
+    return tables
+
+
+def fold(word: str) -> str:
+    """As spellings are compared."""
     return word.strip().lower().replace("-", "_")
 
 
@@ -177,12 +192,10 @@ class Fields:
 
     values: Mapping[str, object]
     file: str
-    path: str = ""
-    """Where in the file the block stands: `zero_optimization.offload_param`; empty for the whole file."""
+    path: str = ""  # where in the file the block stands: `zero_optimization.offload_param`; empty for the whole file
     silent: tuple[object, ...] = (None,)
     """Values that say nothing, beside a missing key: null, and `auto` where another program fills it in."""
-    text_numbers: bool = False
-    """Numbers may come as text: YAML reads `1e-4` so."""
+    text_numbers: bool = False  # numbers may come as text: YAML reads `1e-4` so
 
     def name(self, key: str) -> str:
         """The key as errors call it."""
@@ -221,9 +234,8 @@ class Fields:
             return None
         value = self._number(key, Message("inputs.number"))
         if not least <= value <= most:
-            first = Message("inputs.at-least", least=f"{least:g}")
-            is_range = math.isfinite(most)
-            raise self.wrong(key, Message("inputs.from-to", least=least, most=most) if is_range else first)
+            must = Message("inputs.at-least", least=f"{least:g}")
+            raise self.wrong(key, Message("inputs.from-to", least=least, most=most) if math.isfinite(most) else must)
         return float(value)
 
     def switch(self, key: str) -> bool | None:
@@ -260,24 +272,119 @@ class Fields:
         value = self.values[key]
         if isinstance(value, str) and self.text_numbers:
             value = as_number(value)
-        # finite, and small enough to be compared as a float
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not (math.isfinite(value) if isinstance(value, float) else abs(value) < 10**300)
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 10**300:  # nor nan
             raise self.wrong(key, must)
         return value
 
 
 def as_number(text: str) -> int | float | None:
     """The finite number that this text spells, or None."""
-    try:
+    with suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-    except ValueError:
+    with suppress(ValueError):
+        return number if math.isfinite(number := float(text)) else None
+    return None
+
+
+_UNITS_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+
+
+def seconds_in(text: str) -> float | None:
+    """Seconds in a time as people write it (`12h`, `90m`, `1h30m`); None: it is no time."""
+    found = re.findall(r"(\d+(?:\.\d+)?)\s*([dhms])", text.lower())
+    units = [unit for _, unit in found]
+    whole = "".join(count + unit for count, unit in found) == re.sub(r"\s+", "", text.lower())
+    if not found or not whole or units != sorted(set(units), key=list(_UNITS_S).index):
         return None
-    return number if math.isfinite(number) else None
+    return sum(float(count) * _UNITS_S[unit] for count, unit in found)
+
+
+# --------------------------------------------------------------------------------------------------
+# What to mend in a file that is no JSON or no YAML.
+#
+# The parsers say what they expected, in the words of their grammar. A user wants to know what to write, and where.
+# Their messages are few and old, so each is answered here with the slip that usually leads to it.
+
+_COMMENT = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|,(?=\s*[}\]])")
+
+_YAML = (
+    ("mapping values are not allowed", "inputs.quote-colon-or-key"),
+    ("character '\\t'", "inputs.no-tab"),
+    ("could not find expected ':'", "inputs.colon-and-space"),
+    ("expected <block end>", "inputs.indent-alike"),
+    ("expected ',' or", "inputs.comma-or-close"),
+    ("unexpected end of stream", "inputs.close-quote"),
+    ("undefined alias", "inputs.quote-star"),
+    ("cannot start any token", "inputs.quote-value"),
+    ("could not determine a constructor", "inputs.no-tag"),
+    ("expected a single document", "inputs.one-document"),
+    ("unexpected ':'", "inputs.quote-colon"),
+)
+"""A part of PyYAML's complaint → what to write."""
+
+_JSON = (
+    ("Expecting ',' delimiter", "inputs.write-comma"),
+    ("Expecting ':' delimiter", "inputs.write-colon"),
+    ("Extra data", "inputs.nothing-behind"),
+    ("Unterminated string", "inputs.close-quote-in-line"),
+    ("Invalid control character", "inputs.close-quote-in-line"),
+    ("Invalid \\", "inputs.backslash"),
+)
+"""How json's complaint begins → what to write."""
+
+
+def json_fault(text: str) -> Message:
+    """What to write, and in which line, so that this text becomes JSON. Comments are not held against it."""
+    bare = without_comments(text)
+    try:
+        json.loads(bare)
+    except json.JSONDecodeError as error:
+        comma = error.msg.startswith("Expecting ',' delimiter")  # which belongs where the last value ended
+        line = bare[: error.pos].rstrip().count("\n") + 1 if comma else error.lineno
+        return Message("inputs.in-line", remedy=_json_remedy(error, bare), line=line)
+    except RecursionError:
+        return Message("inputs.less-deep")
+    except ValueError:  # int() refuses thousands of digits
+        return Message("inputs.shorter-number")
+    lines = zip(text.split("\n"), bare.split("\n"), strict=True)
+    line = 1 + next((at for at, (written, left) in enumerate(lines) if written != left), 0)
+    return Message("inputs.no-comments", line=line)
+
+
+def without_comments(text: str) -> str:
+    """The same text with blanks for what Hjson allows beyond JSON, so that every line and column stays."""
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
+
+    return _TRAILING_COMMA.sub(blank, _COMMENT.sub(blank, text))
+
+
+def _json_remedy(error: json.JSONDecodeError, text: str) -> Message:
+    here, before = text[error.pos : error.pos + 8], text[: error.pos].rstrip()[-1:]
+    if not here.strip():
+        return Message("inputs.write-value" if before == ":" else "inputs.close-bracket")
+    if error.msg.startswith("Expecting property name"):
+        return Message("inputs.second-comma" if here[0] in ",}" else "inputs.quote-key")
+    for start, remedy in _JSON:
+        if error.msg.startswith(start):
+            return Message(remedy)
+    words = {"True": "true", "Fals": "false", "None": "null"}
+    if here[:4] in words:
+        return Message("inputs.write-word", word=words[here[:4]])
+    if here[0] in ",]}":
+        return Message("inputs.write-value")
+    return Message("inputs.quote-text" if here[0] != "." else "inputs.digit-first")
+
+
+def yaml_fault(error: yaml.YAMLError) -> Message:
+    """What to write, and in which line, so that the text becomes YAML."""
+    import yaml
+
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return Message("inputs.no-such-letters")
+    problem = f"{error.problem or ''} {error.context or ''}"
+    remedy = Message(next((remedy for part, remedy in _YAML if part in problem), "inputs.quote-value"))
+    mark = error.problem_mark
+    return Message("inputs.in-line", remedy=remedy, line=mark.line + 1) if mark else remedy

@@ -16,14 +16,12 @@ from tightfit.types import ConfigError, Hardware, Levers, Trainer
 
 Release = tuple[int, int, int]
 
-LLAMAFACTORY_VERSION = "0.9.5"
-"""The newest LLaMA-Factory that we have read."""
+LLAMAFACTORY_VERSION = "0.9.5"  # the newest LLaMA-Factory that we have read
 
 _NEWEST_DEEPSPEED = {(0, 9, 2): "0.16.4", (0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9", (0, 9, 5): "0.18.4"}
 """The newest DeepSpeed that LLaMA-Factory asks for (`requirements/deepspeed.txt`), by the release that began it."""
 
-DTK_DEEPSPEED = "0.14.2"
-"""What Hygon's own stack ships."""
+DTK_DEEPSPEED = "0.14.2"  # what Hygon's own stack ships
 
 _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 

@@ -20,6 +20,7 @@ import json
 import math
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -27,10 +28,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from annotated_types import Ge, Gt, Le, Lt
 
 from tightfit.inputs.flags import LEVERS, checkpointing_from_word, words_of
-from tightfit.inputs.spelling import LARGEST, as_number, nearest, shown, suggest
+from tightfit.inputs.spelling import LARGEST, as_number, fold, nearest, shown, suggest
 from tightfit.job import Job
 from tightfit.job.text import name_in
-from tightfit.job.training import MARKS
+from tightfit.job.training import FIELD_OF, MARKS
 from tightfit.messages import Choice, Message, Said
 from tightfit.types import ConfigError, Group, Lever
 
@@ -51,31 +52,18 @@ COSTLY = {name: lever.path for lever in LEVERS.values() if not lever.free for na
 _FIELD_OF_LEVER = {flag: f"levers.{flag}" if lever.free else lever.path for flag, lever in LEVERS.items()}
 
 OTHER_NAMES = {
+    **FIELD_OF,
     **{lever.path: _FIELD_OF_LEVER[flag] for flag, lever in LEVERS.items() if flag != lever.path},
     **{flag: field for flag, field in _FIELD_OF_LEVER.items() if not field.endswith(flag)},
     **{other: _FIELD_OF_LEVER[lever.flag] for lever in LEVERS.values() for other in lever.also},
     "ablation_config": "data.ablation",
     "batch_size": "effective_batch",
     "bf16": "precision",
-    "checkpoint_dir": "saving.folder",
     "dataset": "data.path",
     "fp16": "precision",
     "gradient_checkpointing": "levers.checkpointing",
-    "lora_alpha": "lora.alpha",
-    "lr": "learning_rate",
-    "lr_scheduler": "schedule",
-    "lr_scheduler_type": "schedule",
-    "max_grad_norm": "clip",
-    "num_train_epochs": "epochs",
-    "output_dir": "saving.folder",
     "rank": "lora.rank",
-    "save_every": "saving.every",
-    "save_steps": "saving.every_steps",
-    "save_total_limit": "saving.keep_last",
-    "scheduler": "schedule",
     "stage": "levers.engine",
-    "warmup_ratio": "warmup",
-    "warmup_steps": "warmup",
     "world": "hardware.gpus",
     "zero_stage": "levers.engine",
 }
@@ -101,14 +89,12 @@ class Takes:
     """What a field takes, as read from its type."""
 
     kind: Kind
-    words: tuple[str, ...] = ()
-    """The few words that are right; of a list: a word that may stand in its place."""
+    words: tuple[str, ...] = ()  # the few words that are right; of a list: a word that may stand in its place
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    item: Takes | None = None
-    """Of a list: what each of its items is."""
+    item: Takes | None = None  # of a list: what each of its items is
     nullable: bool = False
 
 
@@ -116,8 +102,7 @@ class Takes:
 class JobField:
     """One field of a job file."""
 
-    name: str
-    """Its dotted path."""
+    name: str  # its dotted path
     takes: Takes
     default: object = None
     required: bool = False
@@ -133,8 +118,7 @@ class Source:
     """Where a job was written, and how its sentences call a field."""
 
     file: str | None = None
-    names: Mapping[str, str]
-    """Dotted path → what the user wrote: a flag, or a field of another form of file."""
+    names: Mapping[str, str]  # dotted path → what the user wrote: a flag, or a field of another form of file
     kind: Literal["yaml", "json", "flags"] = "flags"
 
     def name(self, path: str) -> str:
@@ -194,17 +178,9 @@ def _sentences_in(block: type, prefix: str) -> Iterator[tuple[str, str]]:
 def _takes(hint: Any) -> Takes:
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        found: dict[str, Any] = {}
-        for bound in hint.__metadata__:
-            if isinstance(bound, Ge):
-                found["least"] = bound.ge
-            elif isinstance(bound, Gt):
-                found["above"] = bound.gt
-            elif isinstance(bound, Le):
-                found["most"] = bound.le
-            elif isinstance(bound, Lt):
-                found["below"] = bound.lt
-        return replace(_takes(inside[0]), **found)
+        names = {Ge: ("least", "ge"), Gt: ("above", "gt"), Le: ("most", "le"), Lt: ("below", "lt")}
+        bounds = [(names[type(bound)], bound) for bound in hint.__metadata__ if type(bound) in names]
+        return replace(_takes(inside[0]), **{name: getattr(bound, end) for (name, end), bound in bounds})
     if origin in (Union, types.UnionType):
         parts = [_takes(part) for part in inside if part is not type(None)]
         words = tuple(word for part in parts[1:] for word in part.words)
@@ -253,9 +229,8 @@ def _range(takes: Takes) -> Said:
     if least is not None and takes.below is not None:
         return Message("job.from-to-below", least=least, below=takes.below)
     if least is not None:
-        return (
-            Message("job.of-at-least", least=least) if most is None else Message("job.from-to", least=least, most=most)
-        )
+        whole = most is None
+        return Message("job.of-at-least", least=least) if whole else Message("job.from-to", least=least, most=most)
     if above is None:
         return ""
     return Message("job.above", above=above) if most is None else Message("job.above-at-most", above=above, most=most)
@@ -333,12 +308,8 @@ def _mend_block(values: Mapping[str, Any], prefix: str, source: Source, said: li
         else:
             mended[key] = _mend(value, field.takes)
             if isinstance(value, str) and isinstance(mended[key], int | float) and source.kind != "flags":
-                place, number = source.place(field.name), mended[key]
-                said.append(
-                    Message("job.text-to-yaml", place=place, value=shown(value), number=number)
-                    if source.kind == "yaml"
-                    else Message("job.text-number", place=place, value=shown(value), number=number)
-                )
+                what = "job.text-to-yaml" if source.kind == "yaml" else "job.text-number"
+                said.append(Message(what, place=source.place(field.name), value=shown(value), number=mended[key]))
     return mended
 
 
@@ -359,8 +330,8 @@ def _mend(value: Any, takes: Takes) -> Any:
             return int(number) if number.is_integer() else value
         return number
     if takes.kind == "words" and isinstance(value, str):
-        by_fold = {_fold(word): word for word in takes.words}
-        return by_fold.get(_fold(value), value.lower() if "layers:K" in takes.words else value)
+        by_fold = {fold(word): word for word in takes.words}
+        return by_fold.get(fold(value), value.lower() if "layers:K" in takes.words else value)
     if takes.kind == "list":
         assert takes.item is not None
         if isinstance(value, str):
@@ -373,15 +344,10 @@ def _mend(value: Any, takes: Takes) -> Any:
     return value
 
 
-def _fold(word: str) -> str:
-    return word.strip().lower().replace("-", "_")
-
-
 # --- what is wrong ------------------------------------------------------------------------------
 
 
-Fault = tuple[str, ConfigError]
-"""The field that is wrong, by its dotted path, and the sentence about it."""
+Fault = tuple[str, ConfigError]  # the field that is wrong, by its dotted path, and the sentence about it
 
 
 def _levers_faults(levers: object, source: Source) -> Iterator[Fault]:
@@ -406,11 +372,10 @@ def _is_taken(value: object, takes: Takes) -> bool:
     if not isinstance(value, str) or not value.strip():
         return False
     if "layers:K" in takes.words:
-        try:
+        with suppress(ConfigError):
             checkpointing_from_word(value)
-        except ConfigError:
-            return False
-        return True
+            return True
+        return False
     return not takes.words or value in takes.words
 
 

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 from tightfit.hardware.words import parse_hardware, parse_size
 from tightfit.inputs.flags import LEVERS, MOST_BATCH, levers_from_flags, spelt
-from tightfit.inputs.spelling import LARGEST, as_number, nearest, shown
-from tightfit.inputs.times import seconds_in
+from tightfit.inputs.spelling import LARGEST, as_number, nearest, seconds_in, shown
 from tightfit.job import Adapters, Job
 from tightfit.job.fields import (
     FREE_LEVERS,
@@ -87,12 +86,9 @@ class JobFile:
     """What a job file said."""
 
     job: Job
-    said: tuple[Said, ...] = ()
-    """What was read leniently or is without effect, a sentence each."""
-    num_gpus: int | None = None
-    """GPUs of a node to use, where the file gives a number and need not name a card."""
-    explicit: frozenset[str] = frozenset()
-    """The fields that it sets, also those set to their defaults, by dotted name."""
+    said: tuple[Said, ...] = ()  # what was read leniently or is without effect, a sentence each
+    num_gpus: int | None = None  # GPUs of a node to use, where the file gives a number and need not name a card
+    explicit: frozenset[str] = frozenset()  # the fields that it sets, also those set to their defaults, by dotted name
 
 
 def read_job(path: Path, *, model: str | None = None) -> JobFile:
@@ -416,17 +412,11 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
             yield type(error)(said, at=source.name(path))
     most, there = sizes.get("limits.host_ram"), sizes.get("hardware.host_ram")
     if most is not None and there is not None and most > there:
-        yield ConfigError(
-            Message(
-                "job.more-ram-than-there",
-                place=source.place("limits.host_ram"),
-                size=job.limits.host_ram,
-                there=job.hardware.host_ram,
-                other=source.name("hardware.host_ram"),
-                fix=Message("job.lower-or-leave-out"),
-            ),
-            at=source.name("limits.host_ram"),
-        )
+        path, other = "limits.host_ram", source.name("hardware.host_ram")
+        place, fix = source.place(path), Message("job.lower-or-leave-out")
+        size, there = job.limits.host_ram, job.hardware.host_ram
+        said = Message("job.more-ram-than-there", place=place, size=size, there=there, other=other, fix=fix)
+        yield ConfigError(said, at=source.name(path))
 
 
 def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
@@ -448,16 +438,9 @@ def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
     if job.effective_batch is not None and job.effective_batch % (micro * accum):
         pins = [name for name in ("micro_batch", "accum") if name in job.levers]
         product = " × ".join(f"{source.name('levers.' + name)} {job.levers[name]}" for name in pins)
-        yield ConfigError(
-            Message(
-                "job.not-divided",
-                place=source.place("effective_batch"),
-                batch=job.effective_batch,
-                product=product,
-                fix=Message("job.write-multiple", factor=micro * accum),
-            ),
-            at=source.name("effective_batch"),
-        )
+        place, fix = source.place("effective_batch"), Message("job.write-multiple", factor=micro * accum)
+        said = Message("job.not-divided", place=place, batch=job.effective_batch, product=product, fix=fix)
+        yield ConfigError(said, at=source.name("effective_batch"))
 
 
 def _adapters_idle(job: Job) -> bool:
@@ -492,8 +475,7 @@ def _copy(value: Any) -> Any:
 # The first trains the embeddings alone, the second adapters on the model that came out. Every stage is a run with a
 # folder of its own below the job's: `output/stage-1`, `output/stage-2`.
 
-FOR_ALL = ("model", "stages", "hardware", "saving.folder")
-"""What belongs to the whole job: no stage has its own."""
+FOR_ALL = ("model", "stages", "hardware", "saving.folder")  # what belongs to the whole job: no stage has its own
 
 
 def stage_of(job: Job, number: int, file: str | None = None) -> Job:

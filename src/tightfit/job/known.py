@@ -11,30 +11,23 @@ from typing import Any
 class KnownConfig:
     """What is known of the settings; None: not said."""
 
-    trainer: str | None = None
-    """Whose config it is: the name of a dialect, or of a trainer whose files are not read."""
+    trainer: str | None = None  # whose config it is: the name of a dialect, or of a trainer whose files are not read
     file: str | None = None
-    stage: int | None = None
-    """Of ZeRO."""
+    stage: int | None = None  # of ZeRO
     offload_optimizer: str | None = None
     offload_param: str | None = None
     pin_memory: bool | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
     sequence: int | None = None
-    precision: str | None = None
-    """bf16, fp16 or fp32."""
-    method: str | None = None
-    """full, lora or qlora."""
-    checkpointing: bool | None = None
-    """Activations are computed again in the backward pass."""
+    precision: str | None = None  # bf16, fp16 or fp32
+    method: str | None = None  # full, lora or qlora
+    checkpointing: bool | None = None  # activations are computed again in the backward pass
     attention: str | None = None
-    loss: str | None = None
-    """plain or fused."""
+    loss: str | None = None  # plain or fused
     world: int | None = None
     vocabulary: int | None = None
-    vendor: str | None = None
-    """nvidia, amd, hygon, ascend or cpu."""
+    vendor: str | None = None  # nvidia, amd, hygon, ascend or cpu
 
 
 def completed(known: KnownConfig, other: KnownConfig) -> KnownConfig:

@@ -9,19 +9,17 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.inputs.spelling import LARGEST, check_keys, read_text, shown
-from tightfit.inputs.syntax_faults import json_fault, without_comments, yaml_fault
+from tightfit.inputs.spelling import LARGEST, check_keys, json_fault, read_text, shown, without_comments, yaml_fault
 from tightfit.messages import Message, Said
 from tightfit.types import ConfigError
 
 MOST_VALUES = 20_000
-MOST_DEPTH = 32
-"""No job is larger or deeper than this; what is, was tied together with YAML's anchors."""
+MOST_DEPTH = 32  # no job is larger or deeper than this; what is, was tied together with YAML's anchors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +28,8 @@ class JobText:
 
     path: Path
     text: str
-    values: Mapping[Any, Any]
-    """As YAML or JSON has them, dates and all."""
-    tree: Mapping[str, Any]
-    """The same in plain values."""
+    values: Mapping[Any, Any]  # as YAML or JSON has them, dates and all
+    tree: Mapping[str, Any]  # the same in plain values
 
 
 def read_job_text(path: Path) -> JobText:
@@ -44,7 +40,7 @@ def read_job_text(path: Path) -> JobText:
     if not isinstance(values, dict):
         raise ConfigError(Message("job.no-fields", file=path.name, value=shown(values)))
     check_keys(values, path.name)
-    return JobText(path=path, text=text, values=values, tree=_Copy(path.name).of(values, "", 0))
+    return JobText(path=path, text=text, values=values, tree=_copy(values, path.name, iter(range(MOST_VALUES))))
 
 
 def name_in(name: str, file: str | None) -> Said:
@@ -127,33 +123,27 @@ def _reason(error: Exception) -> str:
     return lines[0].partition("; ")[0].lower()
 
 
-class _Copy:
-    """A copy in plain values. It counts them, for a knot of anchors is small in the file and endless in memory."""
+def _copy(value: Any, file: str, left: Iterator[int], path: str = "", depth: int = 0) -> Any:
+    """A copy in plain values, counted by `left`: a knot of anchors is small in the file, and endless in memory."""
+    if next(left, None) is None or depth > MOST_DEPTH:
+        raise ConfigError(Message("job.too-much", where=file, fix=Message("job.look-for-anchors")))
+    if isinstance(value, dict):
+        named = ((str(_scalar(key, path, file)), inside) for key, inside in value.items())
+        return {key: _copy(inside, file, left, f"{path}.{key}" if path else key, depth + 1) for key, inside in named}
+    if isinstance(value, list):
+        return [_copy(inside, file, left, path, depth + 1) for inside in value]
+    return _scalar(value, path, file)
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.count = 0
 
-    def of(self, value: Any, path: str, depth: int) -> Any:
-        self.count += 1
-        if self.count > MOST_VALUES or depth > MOST_DEPTH:
-            raise ConfigError(Message("job.too-much", where=self.file, fix=Message("job.look-for-anchors")))
-        if isinstance(value, dict):
-            named = ((str(self._scalar(key, path)), inside) for key, inside in value.items())
-            return {key: self.of(inside, f"{path}.{key}" if path else key, depth + 1) for key, inside in named}
-        if isinstance(value, list):
-            return [self.of(inside, path, depth + 1) for inside in value]
-        return self._scalar(value, path)
-
-    def _scalar(self, value: Any, path: str) -> Any:
-        if isinstance(value, datetime.date):
-            return value.isoformat()
-        # Surrogates, half a letter, can be spelt in JSON and held by no file.
-        if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
-            return value
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, int | float) and abs(value) <= LARGEST and not math.isnan(value):
-            return value
-        where, fix = name_in(path, self.file), Message("job.write-plain-value")
-        raise ConfigError(Message("job.impossible", where=where, value=ascii(value)[:48], fix=fix))
+def _scalar(value: Any, path: str, file: str) -> Any:
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    # Surrogates, half a letter, can be spelt in JSON and held by no file.
+    if isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value):
+        return value
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and abs(value) <= LARGEST and not math.isnan(value):
+        return value
+    where, fix = name_in(path if path.isprintable() else shown(path), file), Message("job.write-plain-value")
+    raise ConfigError(Message("job.impossible", where=where, value=ascii(value)[:48], fix=fix))

@@ -9,69 +9,29 @@ how the sequences of a step are split is the planner's to choose, so only their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from tightfit.hardware.words import MAX_GPUS_PER_NODE, parse_hardware
-from tightfit.inputs.spelling import LARGEST, Fields, as_number, nearest, shown
-from tightfit.inputs.times import seconds_in
+from tightfit.inputs.spelling import LARGEST, Fields, as_number, nearest, read_tables, seconds_in, shown
 from tightfit.job import Job
 from tightfit.job.text import name_in
-from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, OPTIMIZERS, TRAINING_ARGUMENTS
 from tightfit.messages import Listing, Message, Said
-from tightfit.types import ConfigError, HardwareError
+from tightfit.types import ConfigError, HardwareError, Optimizer
 
-MARKS = ("training", "model_type", "num_gpus", "preset")
-"""The top-level fields that our own form does not have."""
+_TABLES = read_tables(Path(__file__).with_name("arguments.txt"))
+ARGUMENT_MARKS, OLDER_ARGUMENT_MARKS = _TABLES["now"], _TABLES["older"]
+TRAINING_ARGUMENTS, OLDER_TRAINING_ARGUMENTS = frozenset(ARGUMENT_MARKS), frozenset(OLDER_ARGUMENT_MARKS)
+UNPRICED_OPTIMIZERS = frozenset(_TABLES["optimizers not priced"])
 
-_FIELD_OF = {
-    "learning_rate": "learning_rate",
-    "lr": "learning_rate",
-    "max_steps": "max_steps",
-    "epochs": "epochs",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "weight_decay": "weight_decay",
-    "warmup_steps": "warmup",
-    "warmup_ratio": "warmup",
-    "lr_scheduler": "schedule",
-    "lr_scheduler_type": "schedule",
-    "scheduler": "schedule",
-    "max_grad_norm": "clip",
-    "grad_clip": "clip",
-    "gradient_clipping": "clip",
-    "seed": "seed",
-    "logging_steps": "logging_steps",
-    "log_interval": "logging_steps",
-    "log_steps": "logging_steps",
-    "optimizer": "optimizer",
-    "precision": "precision",
-    "sequence": "sequence",
-    "max_length": "sequence",
-    "max_seq_length": "sequence",
-    "seq_length": "sequence",
-    "max_samples": "max_samples",
-    "eval_steps": "evaluation.every_steps",
-    "eval_interval": "evaluation.every_steps",
-    "save_steps": "saving.every_steps",
-    "save_interval": "saving.every_steps",
-    "save_every": "saving.every",
-    "save_total_limit": "saving.keep_last",
-    "keep_last": "saving.keep_last",
-    "keep_every": "saving.keep_every",
-    "async_save": "saving.async_save",
-    "output_dir": "saving.folder",
-    "checkpoint_dir": "saving.folder",
-    "dataloader_num_workers": "levers.dataloader_workers",
-    "num_workers": "levers.dataloader_workers",
-    "lora_r": "lora.rank",
-    "lora_rank": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_target_modules": "lora.targets",
-}
+OPTIMIZERS = cast(dict[str, Optimizer], _TABLES["optimizers"])
+FIELD_OF = _TABLES["fields"]
 """A field of the `training` block → the field of the job."""
+
+MARKS = ("training", "model_type", "num_gpus", "preset")  # the top-level fields that our own form does not have
 
 ARGUMENTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "deepspeed_stage")
 """Fields by which a file without any block is known to be a trainer's arguments."""
@@ -82,7 +42,7 @@ _SWITCHES = ("fp16", "bf16", "gradient_checkpointing")
 _STAGE, _OFFLOAD = "deepspeed_stage", "cpu_offload"
 _WARM_UPS = ("warmup_steps", "warmup_ratio")
 _NO_MATTER = ("report_to",)
-KNOWN = (*_FIELD_OF, *_BATCH, *_ACCUMULATION, *_SWITCHES, _STAGE, _OFFLOAD, *_NO_MATTER)
+KNOWN = (*FIELD_OF, *_BATCH, *_ACCUMULATION, *_SWITCHES, _STAGE, _OFFLOAD, *_NO_MATTER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +50,7 @@ class Translated:
     """The same file in our own form."""
 
     tree: dict[str, Any]
-    names: Mapping[str, str]
-    """Dotted path → the name that the file has for it."""
+    names: Mapping[str, str]  # dotted path → the name that the file has for it
     said: tuple[Said, ...] = ()
     num_gpus: int | None = None
 
@@ -143,14 +102,13 @@ class _Translation:
         num_gpus = self.top.integer("num_gpus", least=1)
         if num_gpus is not None and num_gpus > MAX_GPUS_PER_NODE:
             raise self.top.wrong("num_gpus", Message("inputs.at-most", most=MAX_GPUS_PER_NODE))
-        preset = self.top.text("preset")
-        if preset is not None:
+        if (preset := self.top.text("preset")) is not None:
             self._put("model", preset, "preset")
         family, model = self.top.text("model_type"), self.tree.get("model")
         if family is not None and isinstance(model, Mapping):
             for key in ("family", "model_type"):
                 if model.get(key, family) != family:
-                    raise self._twice("job.two-families", "model_type", f"model.{key}", at=f"model.{key}")
+                    raise _twice("model_type", f"model.{key}", self.file, at=f"model.{key}", said="job.two-families")
             rest = {key: value for key, value in model.items() if key != "model_type"}
             self.tree["model"] = {"family": family, **rest}
         elif family is not None and model is not None:
@@ -163,43 +121,33 @@ class _Translation:
                 continue  # transformers writes both, and the one that is not 0 counts
             if key == "optim" and value in OPTIMIZERS:
                 self._put("optimizer", OPTIMIZERS[value], self.prefix + key)
-                continue
-            if key in _FIELD_OF:
-                self._put(_FIELD_OF[key], value, self.prefix + key)
+            elif key in FIELD_OF:
+                self._put(FIELD_OF[key], value, self.prefix + key)
             elif key in _NO_MATTER or (key not in KNOWN and key in TRAINING_ARGUMENTS | OLDER_TRAINING_ARGUMENTS):
                 aside.append(self.prefix + key)
             elif key not in KNOWN:
                 close, name = nearest(key, KNOWN), self.prefix + key
-                hint = (
-                    Message("inputs.did-you-mean", close=self.prefix + close)
-                    if close
-                    else Message("job.leave-out-or-see")
-                )
+                meant = Message("inputs.did-you-mean", close=f"{self.prefix}{close}")
+                hint = meant if close else Message("job.leave-out-or-see")
                 raise ConfigError(Message("job.unknown-field", field=shown(name), file=self.file, hint=hint), at=name)
         if aside:
             self.said.append(Message("job.left-aside", where=self.file, names=Listing(aside)))
-        if "method" not in self.tree and any(
-            _FIELD_OF.get(key, "").startswith("lora.") for key in self.training.values
-        ):
+        if "method" not in self.tree and any(FIELD_OF.get(key, "").startswith("lora.") for key in self.training.values):
             self.tree["method"] = "lora"
             self.said.append(Message("job.adapters-meant", where=self.file))
-        share = self.training.number("warmup_ratio")
-        if share is not None and share >= 1:
+        if (self.training.number("warmup_ratio") or 0) >= 1:
             raise self.training.wrong("warmup_ratio", Message("job.below-one"))
-        steps = self.training.number("warmup_steps")
-        if steps is not None and 0 < steps < 1:
+        if 0 < (self.training.number("warmup_steps") or 0) < 1:
             raise self.training.wrong("warmup_steps", Message("inputs.whole-number"))
         formats = [key for key in ("fp16", "bf16") if self.training.switch(key)]
         if len(formats) == 2:
-            raise self._twice("job.both-formats", *(self.prefix + key for key in formats))
+            raise _twice(self.prefix + "fp16", self.prefix + "bf16", self.file, said="job.both-formats")
         if formats:
             self._put("precision", formats[0], self.prefix + formats[0])
-        recompute = self.training.switch("gradient_checkpointing")
-        if recompute is not None:
+        if (recompute := self.training.switch("gradient_checkpointing")) is not None:
             word = "full" if recompute else "none"
             self._put("levers.checkpointing", word, f"{self.prefix}gradient_checkpointing")
-        stage = self.training.integer(_STAGE, most=3)
-        if stage is not None:
+        if (stage := self.training.integer(_STAGE, most=3)) is not None:
             self._put("levers.engine", f"zero{stage}", self.prefix + _STAGE)
         if self.training.switch(_OFFLOAD):
             self._put("levers.offload_optimizer", "cpu", self.prefix + _OFFLOAD)
@@ -207,7 +155,7 @@ class _Translation:
         if "sequence" not in self.tree and isinstance(model, Mapping) and model.get("max_seq_length") is not None:
             self._put("sequence", model["max_seq_length"], "model.max_seq_length")
         self._batch(num_gpus)
-        if num_gpus is not None and not isinstance(self._at("hardware.gpus"), str):
+        if num_gpus is not None and not isinstance(self._machine("gpus"), str):
             self.said.append(Message("job.gpus-of-this-machine", key="num_gpus", file=self.file, count=num_gpus))
         return Translated(tree=self.tree, names=self.names, said=tuple(self.said), num_gpus=num_gpus)
 
@@ -222,7 +170,7 @@ class _Translation:
             raise ConfigError(Message("job.batch-twice", name=name, file=self.file, fix=fix), at=name)
         factors = [f"{name} {count}" for name, count in given]
         # the GPUs that train, as far as the file says
-        word, ids = self._at("hardware.gpus"), self._at("hardware.gpu_ids")
+        word, ids = self._machine("gpus"), self._machine("gpu_ids")
         chosen = ids.split(",") if isinstance(ids, str) else ids
         world = len(chosen) if num_gpus is None and isinstance(chosen, list) else num_gpus
         if isinstance(word, str) and word.strip().lower() != "this":
@@ -238,31 +186,20 @@ class _Translation:
                 self._put(f"levers.{lever}", count, name)
             self.said.append(Message("job.batch-kept", where=self.file, factors=Listing(factors, "and")))
             return
-        batch = world
-        for _, count in given:
-            batch *= count
+        batch = world * math.prod(count for _, count in given)
         self._put("effective_batch", batch, given[0][0])
         self.said.append(Message("job.batch-is", factors=" × ".join(factors), gpus=world, file=self.file, batch=batch))
 
     def _one_of(self, keys: tuple[str, ...]) -> tuple[str, int] | None:
         given = [key for key in keys if self.training.says(key)]
         if len(given) > 1:
-            raise self._twice("job.said-twice", *(self.prefix + key for key in given[:2]))
-        if not given:
-            return None
-        count = self.training.integer(given[0], least=1)
-        assert count is not None
-        return self.prefix + given[0], count
+            raise _twice(self.prefix + given[0], self.prefix + given[1], self.file)
+        count = self.training.integer(given[0], least=1) if given else None
+        return None if count is None else (self.prefix + given[0], count)
 
-    def _twice(self, said: str, name: str, other: str, at: str | None = None) -> ConfigError:
-        """The error for two fields of which one is to go."""
-        fix = Message("job.keep-one")
-        return ConfigError(Message(said, name=name, other=other, file=self.file, fix=fix), at=at or name)
-
-    def _at(self, path: str) -> Any:
-        block, _, key = path.partition(".")
-        inside = self.tree.get(block)
-        return inside.get(key) if isinstance(inside, Mapping) else None
+    def _machine(self, key: str) -> Any:
+        hardware = self.tree.get("hardware")
+        return hardware.get(key) if isinstance(hardware, Mapping) else None
 
     def _put(self, path: str, value: Any, name: str) -> None:
         block, _, key = path.rpartition(".")
@@ -272,7 +209,7 @@ class _Translation:
         if not isinstance(inside, dict):
             return  # the check of the block will say it
         if key in inside:
-            raise self._twice("job.said-twice", self.names.get(path, path), name, at=name)
+            raise _twice(self.names.get(path, path), name, self.file, at=name)
         inside[key] = value
         self.names[path] = name
 
@@ -283,9 +220,7 @@ class _Translation:
 # `every: 500` and `every: 10m` are one field to a person and two to the worker; `keep` and `save_total_limit` are
 # names that files have. They are turned into the fields of `Saving` before anything is checked.
 
-EVERY = "every"
-FIELDS = ("every_steps", "every_minutes")
-"""What `every` is short for."""
+FIELDS = ("every_steps", "every_minutes")  # what `every` is short for
 OTHER_NAMES = {"keep": "keep_last", "save_total_limit": "keep_last", "async": "async_save"}
 NEVER = ("none", "never", "null")
 
@@ -306,13 +241,12 @@ def translate_saving(
                 raise _twice(name, names.get(f"saving.{new}", called.get(new, f"saving.{new}")), file)
             block[new] = block.pop(old)
             called[new] = name
-    if EVERY in block:
-        name = names.get(f"saving.{EVERY}", f"saving.{EVERY}")
+    if "every" in block:
+        name = names.get("saving.every", "saving.every")
         for field in FIELDS:
             if field in block:
                 raise _twice(name, names.get(f"saving.{field}", f"saving.{field}"), file)
-        steps, minutes = every(block.pop(EVERY), name, file)
-        block |= {"every_steps": steps, "every_minutes": minutes}
+        block["every_steps"], block["every_minutes"] = every(block.pop("every"), name, file)
         called |= dict.fromkeys(FIELDS, name)
     return block, {f"saving.{field}": name for field, name in called.items()}
 
@@ -329,12 +263,13 @@ def every(value: object, name: str, file: str | None = None) -> tuple[int | None
         seconds = seconds_in(value)
         if seconds is not None and 1 <= seconds <= LARGEST:
             return None, seconds / 60
-    must = Message("job.steps-or-time")
-    called = name_in(name, file)
+    called, must = name_in(name, file), Message("job.steps-or-time")
     raise ConfigError(Message("inputs.must-be", name=called, must=must, value=shown(value), hint=None), at=name)
 
 
-def _twice(name: str, other: str, file: str | None) -> ConfigError:
-    return ConfigError(
-        Message("job.said-twice", name=name, other=other, file=file, fix=Message("job.keep-one")), at=name
-    )
+def _twice(
+    name: str, other: str, file: str | None, *, at: str | None = None, said: str = "job.said-twice"
+) -> ConfigError:
+    """The error for two fields of which one is to go."""
+    fix = Message("job.keep-one")
+    return ConfigError(Message(said, name=name, other=other, file=file, fix=fix), at=at or name)

@@ -13,13 +13,13 @@ import yaml
 from tightfit.desk.plan import DEEPSPEED
 from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.deepspeed import read as deepspeed_file
-from tightfit.formats.llamafactory import read as llamafactory_file
-from tightfit.formats.llamafactory.job import read_llamafactory_job
+from tightfit.formats.llamafactory.read import llamafactory_job_from, to_levers
 from tightfit.inputs.flags import LEVERS, flags_from_levers
 from tightfit.inputs.surroundings import inherited
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Adapters, Allowance, Job
-from tightfit.job.training_arguments import OPTIMIZERS
+from tightfit.job.text import read_job_text
+from tightfit.job.training import OPTIMIZERS
 from tightfit.memory import estimate
 from tightfit.messages import Listing, Message, text
 from tightfit.model.load import load_model
@@ -180,12 +180,10 @@ def _read_llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[J
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         path = Path(folder) / name
         replace_file(path, yaml.safe_dump(values, sort_keys=False).encode())
-        settings = llamafactory_file.read_llamafactory(path)
-        job = replace(read_llamafactory_job(path, None).job, trainer="llamafactory")
-    shape = load_model(settings.model)
-    version = choose_deepspeed(machine)[0]
-    levers = llamafactory_file.to_levers(settings, Levers(deepspeed_version=version), n_layers=shape.n_layers)
-    return job, shape, _with_engine(external, levers, shape, machine)
+        said = llamafactory_job_from(read_job_text(path), None)
+    shape = load_model(said.settings.model)
+    levers = to_levers(said.settings, shape.n_layers, choose_deepspeed(machine)[0])
+    return replace(said.job, trainer="llamafactory"), shape, _with_engine(external, levers, shape, machine)
 
 
 def _mixed_precision(external: ExternalTraining) -> object:

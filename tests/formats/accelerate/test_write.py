@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tightfit.formats.accelerate.write import LAYER_CLASSES, accelerate_notes, accelerate_yaml
+from tightfit.formats.accelerate.check import LAYER_CLASSES
+from tightfit.formats.accelerate.write import accelerate_notes, accelerate_yaml
 from tightfit.formats.deepspeed.write import deepspeed_json
 from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware

@@ -200,7 +200,6 @@ def test_a_file_with_a_byte_order_mark() -> None:
 
 def test_deepspeeds_own_checkpointing_does_not_reach_hugging_face_models() -> None:
     said = read({"activation_checkpointing": {"cpu_checkpointing": True}})
-    assert said.cpu_checkpointing
     assert to_levers(said, Levers()).checkpointing == Checkpointing(layers=None)
     assert any("deepspeed.checkpointing" in str(sentence) for sentence in said.because)
 
@@ -396,7 +395,7 @@ def test_batch_sizes_that_do_not_multiply() -> None:
             {"optimizer": {"type": "sgd"}},
             "optimizer.type 'sgd' in ds.json is unknown or not priced yet; did you mean 'SGD'?",
         ),
-        ("{", "ds.json is not JSON: expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("{", "ds.json is not JSON: close the bracket that is open, in line 1"),
         ("", "ds.json is not JSON: a DeepSpeed config is one object in braces"),
         ("stage three please", "ds.json is not JSON: a DeepSpeed config is one object in braces"),
         ("[1, 2]", "ds.json is not JSON: a DeepSpeed config is one object in braces"),
@@ -609,7 +608,9 @@ def test_loud_blocks_are_deepspeeds() -> None:
 def test_removed_keys_are_deepspeeds() -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
     assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) == keys.REMOVED
-    assert set(config._REMOVED_ZERO_CONFIG_KEYS) == keys.REMOVED_FROM_ZERO
+    assert set(config._REMOVED_ZERO_CONFIG_KEYS) == {
+        key.rpartition(".")[2] for key in keys.GONE if key.startswith("zero_optimization.")
+    }
 
 
 @own
@@ -624,7 +625,7 @@ def test_parameters_of_optimizers_and_schedulers_are_theirs() -> None:
 
     adam = parameters(FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW) - {"adamw_mode"} | {"torch_adam"}
     assert adam | parameters(torch.optim.SGD, torch.optim.Adafactor) == KEYS["optimizer.params"]
-    assert set(schedules.VALID_LR_SCHEDULES) == set(keys.SCHEDULERS)
+    assert set(schedules.VALID_LR_SCHEDULES) == set(keys.SCHEDULER_PARAMS)
     classes = [getattr(schedules, name) for name in schedules.VALID_LR_SCHEDULES]
     assert parameters(*classes) == KEYS["scheduler.params"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tightfit.formats.accelerate.write import accelerate_yaml
+from tightfit.formats.dialect import launchers
 from tightfit.formats.launch.environment import environment, gpu_ids_of
 from tightfit.formats.launch.hostfile import hostfile_text, parse_hostfile
 from tightfit.formats.launch.script import launch_sh
-from tightfit.formats.registry import launchers
 from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job

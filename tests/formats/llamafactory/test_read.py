@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tightfit.formats.deepspeed import read as deepspeed_file
 from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.llamafactory.keys import KNOWN
-from tightfit.formats.llamafactory.read import LlamaFactorySettings, check_deepspeed, read_llamafactory, to_levers
-from tightfit.job import training_arguments
+from tightfit.formats.llamafactory.read import LlamaFactorySettings, check_deepspeed, settings_from, to_levers
+from tightfit.job import training as training_arguments
+from tightfit.job.text import read_job_text
 from tightfit.types import Checkpointing, ConfigError, Levers, Lora
 
 # The shape of LLaMA-Factory's own example for LoRA under ZeRO-3.
@@ -70,7 +71,7 @@ def read(values: dict[Any, Any] | str | None = None, **keys: object) -> LlamaFac
         path = Path(folder, "train.yaml")
         said = {"model_name_or_path": "some/model", **keys} if values is None else values
         path.write_text(said if isinstance(said, str) else yaml.safe_dump(said), encoding="utf-8")
-        return read_llamafactory(path)
+        return settings_from(read_job_text(path))
 
 
 def refused(values: dict[Any, Any] | str | None = None, **keys: object) -> str:
@@ -88,14 +89,14 @@ def refused(values: dict[Any, Any] | str | None = None, **keys: object) -> str:
 def test_the_usual_file(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text(EXAMPLE)
     (tmp_path / "ds_z3_config.json").write_text(ZERO3)
-    said = read_llamafactory(tmp_path / "train.yaml")
+    said = settings_from(read_job_text(tmp_path / "train.yaml"))
     assert said.model == "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"
-    assert said.lora == Lora(rank=16, targets=("q_proj", "v_proj"), dtype="fp32")
+    assert said.levers.lora == Lora(rank=16, targets=("q_proj", "v_proj"), dtype="fp32")
     assert said.deepspeed == tmp_path / "ds_z3_config.json"
     assert said.ignored == ()
     assert said.because + said.computing_because == ()
 
-    levers = to_levers(said, Levers())
+    levers = to_levers(said, 64, Levers().deepspeed_version)
     deepspeed = read_deepspeed(said.deepspeed, hidden_size=5120)
     check_deepspeed(said, deepspeed)
     levers = deepspeed_file.to_levers(deepspeed, levers, world=8)
@@ -106,13 +107,13 @@ def test_the_usual_file(tmp_path: Path) -> None:
 
 
 def test_what_is_not_said_is_llamafactorys_default() -> None:
-    said = read()
-    assert (said.method, said.lora) == ("lora", Lora(rank=8, targets=None, dtype="fp32"))
-    assert (said.sequence, said.micro_batch, said.accumulation) == (2048, 8, 1)
-    assert (said.optimizer, said.attention, said.loss) == ("adamw", "sdpa", "plain")
-    assert said.checkpointing == Checkpointing(layers=None)
-    assert (said.precision, said.master_weights, said.max_grad_norm) == ("bf16", True, 1.0)
-    assert (said.dataloader_workers, said.deepspeed) == (0, None)
+    said, levers = read(), read().levers
+    assert (levers.method, levers.lora) == ("lora", Lora(rank=8, targets=None, dtype="fp32"))
+    assert (levers.sequence, levers.micro_batch, levers.accumulation) == (2048, 8, 1)
+    assert (levers.optimizer, levers.attention, levers.loss) == ("adamw", "sdpa", "plain")
+    assert levers.checkpointing == Checkpointing(layers=None)
+    assert (levers.precision, levers.master_weights, said.max_grad_norm) == ("bf16", True, 1.0)
+    assert (levers.dataloader_workers, said.deepspeed) == (0, None)
     assert any("taken as bf16" in str(sentence) for sentence in said.because)
     assert any("priced as zero0" in str(sentence) for sentence in said.computing_because)
 
@@ -153,34 +154,33 @@ def test_what_is_not_said_is_llamafactorys_default() -> None:
     ],
 )
 def test_keys(keys: dict[str, Any], field: str, value: object) -> None:
-    assert getattr(read(None, **keys), field) == value
+    said = read(None, **keys)
+    assert getattr(said if field == "max_grad_norm" else said.levers, field) == value
 
 
 def test_yaml_words_for_off() -> None:
-    assert read("model_name_or_path: m\nflash_attn: off\n").attention == "eager"
+    assert read("model_name_or_path: m\nflash_attn: off\n").levers.attention == "eager"
 
 
 def test_freeze_trains_the_uppermost_layers() -> None:
     said = read(finetuning_type="freeze", freeze_trainable_layers=3)
-    assert to_levers(said, Levers(), n_layers=32).frozen_layers == 29
-    assert to_levers(said, Levers(), n_layers=2).frozen_layers == 0
-    assert to_levers(read(finetuning_type="freeze"), Levers(), n_layers=32).frozen_layers == 30
-    with pytest.raises(ConfigError, match="needs the model's number of layers"):
-        to_levers(said, Levers())
+    assert to_levers(said, 32, "0.19.8").frozen_layers == 29
+    assert to_levers(said, 2, "0.19.8").frozen_layers == 0
+    assert to_levers(read(finetuning_type="freeze"), 32, "0.19.8").frozen_layers == 30
+    assert to_levers(read(), 32, "0.19.8").frozen_layers == 0
     assert any("head" in str(sentence) for sentence in said.because)
 
 
 def test_levers_of_a_yaml_alone_are_unsharded() -> None:
-    base = Levers(engine="zero3", offload_param="cpu", offload_optimizer="cpu", scan="tightfit")
-    levers = to_levers(read(max_grad_norm=0.0), base)
+    levers = to_levers(read(max_grad_norm=0.0), 32, "0.16.4")
     assert (levers.engine, levers.offload_param, levers.offload_optimizer) == ("zero0", "none", "none")
-    assert levers.scan == "tightfit"
+    assert levers.deepspeed_version == "0.16.4"
     assert not levers.gradient_clipping
 
 
 def test_the_switch_that_llamafactory_does_not_look_at() -> None:
     said = read(gradient_checkpointing=False)
-    assert said.checkpointing == Checkpointing(layers=None)
+    assert said.levers.checkpointing == Checkpointing(layers=None)
     assert any("has no effect" in str(sentence) for sentence in said.computing_because)
 
 
@@ -196,12 +196,12 @@ def test_the_deepspeed_file_is_sought_here_first(tmp_path: Path, monkeypatch: py
     path = beside / "train.yaml"
     path.write_text("model_name_or_path: m\ndeepspeed: ds.json\n")
     monkeypatch.chdir(here)
-    assert read_llamafactory(path).deepspeed == here / "ds.json"
+    assert settings_from(read_job_text(path)).deepspeed == here / "ds.json"
     (here / "ds.json").unlink()
-    assert read_llamafactory(path).deepspeed == beside / "ds.json"
+    assert settings_from(read_job_text(path)).deepspeed == beside / "ds.json"
     (beside / "ds.json").unlink()
     with pytest.raises(ConfigError, match=r"names 'ds\.json', which is neither in this folder nor beside the YAML"):
-        read_llamafactory(path)
+        settings_from(read_job_text(path))
 
 
 @pytest.mark.parametrize("key", ["upcast_layernorm", "resize_vocab"])
@@ -316,16 +316,16 @@ def test_bad_values(keys: dict[str, Any], message: str) -> None:
     ("text", "message"),
     [
         ("stage: sft", "train.yaml has no model_name_or_path: say which model to train"),
-        ("", "train.yaml is not a LLaMA-Factory config: it should be lines of `key: value`"),
-        ("- a\n- b\n", "train.yaml is not a LLaMA-Factory config: it should be lines of `key: value`"),
-        ("a: b: c", "train.yaml is not YAML: mapping values are not allowed here in line 1"),
-        ("a: [1", "train.yaml is not YAML: expected ',' or ']', but got '<stream end>' in line 1"),
-        ("a: 1\nb: 2\na: 3\n", "the key 'a' stands twice in train.yaml: keep one"),
-        ("a: !!python/object/apply:os.getcwd []", "train.yaml is not YAML: could not determine a constructor"),
-        ("on: 1\n", "true in train.yaml is not a key: write it in quotes if you mean the word"),
-        ("a: 2024-13-45", "train.yaml is not YAML: month must be in 1..12"),
+        ("", "train.yaml is empty: "),
+        ("- a\n- b\n", "train.yaml is no job file: it should be lines of `field: value`"),
+        ("a: b: c", "train.yaml is not YAML: "),
+        ("a: [1", "train.yaml is not YAML: "),
+        ("a: 1\nb: 2\na: 3\n", "'a' stands twice in train.yaml, again in line 3: keep one"),
+        ("a: !!python/object/apply:os.getcwd []", "train.yaml is not YAML: "),
+        ("on: 1\n", "true in train.yaml is not a key"),
+        ("a: 2024-13-45", "train.yaml is not YAML (month must be in 1..12"),
         ("a: \x00", "train.yaml is not YAML: "),
-        ("a: " + "[" * 5000, "train.yaml is not YAML: "),
+        ("a: " + "[" * 5000, "train.yaml is no job file: nest its blocks less deeply"),
     ],
 )
 def test_bad_files(text: str, message: str) -> None:
@@ -334,7 +334,7 @@ def test_bad_files(text: str, message: str) -> None:
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*missing\.yaml: no such file"):
-        read_llamafactory(tmp_path / "missing.yaml")
+        settings_from(read_job_text(tmp_path / "missing.yaml"))
 
 
 # --- properties ---------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ VALUES = st.recursive(
 def complaint(text: str) -> str:
     """What the user gets to hear; nothing if all is well."""
     try:
-        to_levers(read(text), Levers(), n_layers=32)
+        to_levers(read(text), 32, "0.19.8")
     except ConfigError as error:
         return str(error)
     return ""
@@ -384,11 +384,11 @@ def test_training_arguments_are_transformers() -> None:
     assert theirs == training_arguments.TRAINING_ARGUMENTS
     assert not theirs & training_arguments.OLDER_TRAINING_ARGUMENTS
     defaults = {field.name: field.default for field in dataclasses.fields(transformers.TrainingArguments)}
-    said = read()
-    assert defaults["per_device_train_batch_size"] == said.micro_batch
-    assert defaults["gradient_accumulation_steps"] == said.accumulation
+    said, levers = read(), read().levers
+    assert defaults["per_device_train_batch_size"] == levers.micro_batch
+    assert defaults["gradient_accumulation_steps"] == levers.accumulation
     assert defaults["max_grad_norm"] == said.max_grad_norm
-    assert training_arguments.OPTIMIZERS[str(defaults["optim"])] == said.optimizer
+    assert training_arguments.OPTIMIZERS[str(defaults["optim"])] == levers.optimizer
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -18,20 +18,22 @@ import yaml
 
 from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.deepspeed.write import deepspeed_json
-from tightfit.formats.llamafactory.read import check_deepspeed, read_llamafactory, to_levers
+from tightfit.formats.llamafactory.read import check_deepspeed, settings_from, to_levers
 from tightfit.formats.llamafactory.write import (
+    TRANSFORMERS_LIMITS,
     dataset_info_json,
     llamafactory_notes,
     llamafactory_yaml,
-    newest_transformers,
     template_of,
 )
 from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware
+from tightfit.inputs.versions import release as parse_release
 from tightfit.job import Adapters, Data, Evaluation, Job, Saving
+from tightfit.job.text import read_job_text
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.planner.plan import Plan
-from tightfit.types import Checkpointing, ConfigError, Levers, Lora
+from tightfit.types import Buckets, Checkpointing, ConfigError, Levers, Lora
 
 MakePlan = Callable[..., Plan]
 
@@ -154,8 +156,9 @@ def test_the_released_classes_have_these_keys(release: str, request: pytest.Fixt
         assert fields_of(package, arguments) >= OWN_KEYS
         needed = package.read(f"llamafactory-{release}.dist-info/METADATA").decode()
     limits = re.findall(r"^Requires-Dist: transformers\b.*<=([\d.]+)", needed, flags=re.MULTILINE)
-    assert newest_transformers(release) == max(limits, key=lambda limit: tuple(map(int, limit.split("."))))
-    with wheel(f"transformers=={newest_transformers(release)}", folder) as package:
+    newest = TRANSFORMERS_LIMITS[parse_release(release)]
+    assert newest == max(limits, key=lambda limit: tuple(map(int, limit.split("."))))
+    with wheel(f"transformers=={newest}", folder) as package:
         assert fields_of(package, r"transformers/training_args(_seq2seq)?\.py") >= TRAINER_KEYS
 
 
@@ -286,10 +289,10 @@ def test_our_own_reader_finds_the_levers_again(plan_of: MakePlan, grid: tuple[Le
         folder.mkdir()
         (folder / "llamafactory.yaml").write_text(text, encoding="utf-8")
         (folder / "deepspeed.json").write_text(deepspeed, encoding="utf-8")
-        settings = read_llamafactory(folder / "llamafactory.yaml")
+        settings = settings_from(read_job_text(folder / "llamafactory.yaml"))
         assert settings.ignored == ()
         check_deepspeed(settings, read_deepspeed(folder / "deepspeed.json", hidden_size=3584))
-        found = to_levers(settings, levers)
+        found = to_levers(settings, 28, levers.deepspeed_version)
         layers = None if levers.checkpointing.layers else levers.checkpointing.layers
         wanted = replace(
             levers,
@@ -300,6 +303,7 @@ def test_our_own_reader_finds_the_levers_again(plan_of: MakePlan, grid: tuple[Le
             lora=levers.lora and replace(levers.lora, dtype="fp32"),
             trainer="llamafactory",
             padded=True,
+            buckets=Buckets(),  # which are the DeepSpeed file's
         )
         assert found == wanted
     assert read > 60

@@ -7,10 +7,11 @@ belongs to the other version of FSDP is dropped in silence.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tightfit.formats.deepspeed.check import check_deepspeed, deepspeed_beside
-from tightfit.formats.rules import rules
-from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, propose
-from tightfit.inputs.spelling import find_slip, nearest, shown
+from tightfit.formats.rules import DELETE, KEEP_ONE, Sheet, propose, rules
+from tightfit.inputs.spelling import find_slip, nearest, read_tables, shown
 from tightfit.messages import Choice, Message
 
 _OF_THE_FILE = """gradient_accumulation_steps gradient_clipping zero_stage offload_optimizer_device offload_param_device
@@ -56,34 +57,22 @@ def _check_alone(sheet: Sheet) -> None:
     kind = _check_type(sheet)
     precision = sheet.get("mixed_precision")
     if precision is False:
-        sheet.say(
-            "acc-bare-no", "mixed_precision", _bare_no("mixed_precision"), Message("lint.write-quoted", what="'no'")
-        )
+        _say_bare_no(sheet, "mixed_precision", "'no'")
     elif precision is not None and str(precision).lower() not in ("no", "fp16", "bf16", "fp8"):
         what = Message("accelerate.refuses-precision", precision=shown(precision))
-        sheet.say(
-            "acc-mixed-precision",
-            "mixed_precision",
-            what,
-            propose(Choice(("bf16", "fp16", "fp8", "'no'"))),
-        )
+        fix = propose(Choice(("bf16", "fp16", "fp8", "'no'")))
+        sheet.say("acc-mixed-precision", "mixed_precision", what, fix)
     for place in ("dynamo_config.dynamo_backend", "dynamo_config.backend"):
         if sheet.get(place) is False:
-            sheet.say("acc-bare-no", place, _bare_no("dynamo_backend"), Message("lint.write-quoted", what="'NO'"))
+            _say_bare_no(sheet, place, "'NO'", key="dynamo_backend")
     machines = int(sheet.number("num_machines") or 1)
     processes = sheet.number("num_processes")
     if processes is None and kind not in ("NO", None):
         sheet.note("acc-no-processes", "num_processes", "accelerate.no-processes", "accelerate.write-all-gpus")
     if processes is not None and machines > 1 and processes % machines:
-        sheet.note(
-            "acc-processes",
-            "num_processes",
-            "accelerate.processes-never-come",
-            Message("accelerate.write-multiple", machines=machines),
-            machines=machines,
-            each=int(processes // machines),
-            processes=processes,
-        )
+        each = int(processes // machines)
+        what = Message("accelerate.processes-never-come", machines=machines, each=each, processes=processes)
+        sheet.say("acc-processes", "num_processes", what, Message("accelerate.write-multiple", machines=machines))
     if sheet.world is not None and processes is not None and processes != sheet.world:
         what = Message("accelerate.processes-differ", processes=processes, world=sheet.world)
         sheet.say("acc-processes", "num_processes", what, propose(sheet.world))
@@ -95,10 +84,8 @@ def _check_alone(sheet: Sheet) -> None:
         launcher = sheet.get("deepspeed_config.deepspeed_multinode_launcher") or "pdsh"
         if kind == "DEEPSPEED" and launcher != "standard":
             if not sheet.get("deepspeed_config.deepspeed_hostfile"):
-                what = Message("accelerate.no-hostfile")
-                sheet.say(
-                    "acc-hostfile", "deepspeed_config.deepspeed_hostfile", what, Message("accelerate.add-hostfile")
-                )
+                place = "deepspeed_config.deepspeed_hostfile"
+                sheet.note("acc-hostfile", place, "accelerate.no-hostfile", "accelerate.add-hostfile")
         elif not sheet.get("main_process_ip"):
             sheet.note("acc-machines", "main_process_ip", "accelerate.no-address", "accelerate.write-address")
     ids = sheet.get("gpu_ids")
@@ -110,14 +97,8 @@ def _check_alone(sheet: Sheet) -> None:
         count = len([word for word in ids.split(",") if word.strip()])
         here = int(processes // machines)
         if here > count:
-            sheet.note(
-                "acc-gpu-ids",
-                "gpu_ids",
-                "accelerate.too-few-ids",
-                Message("accelerate.name-more-gpus", here=here, count=count * machines),
-                here=here,
-                count=count,
-            )
+            fix = Message("accelerate.name-more-gpus", here=here, count=count * machines)
+            sheet.note("acc-gpu-ids", "gpu_ids", "accelerate.too-few-ids", fix, here=here, count=count)
         elif here < count:
             what = Message("accelerate.idle-gpus", here=here, count=count)
             sheet.say("acc-idle-gpus", "gpu_ids", what, propose(f"num_processes: {count * machines}"))
@@ -155,43 +136,27 @@ def _check_alone(sheet: Sheet) -> None:
             sheet.note("acc-fsdp-sync", sync, "accelerate.sync-refused", "accelerate.sync-fix")
         wrap, policy = _fsdp(sheet, "auto_wrap_policy")
         if policy in (*_OFF, "NO_WRAP"):
-            sheet.note(
-                "acc-fsdp-unwrapped",
-                wrap,
-                "accelerate.unwrapped",
-                propose("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"),
-            )
+            fix = propose("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP")
+            sheet.note("acc-fsdp-unwrapped", wrap, "accelerate.unwrapped", fix)
         elif policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
-            sheet.note(
-                "acc-fsdp-value",
-                wrap,
-                "accelerate.refuses-policy",
-                propose(Choice(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"))),
-                policy=shown(policy),
-            )
+            fix = propose(Choice(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")))
+            sheet.note("acc-fsdp-value", wrap, "accelerate.refuses-policy", fix, policy=shown(policy))
         size, least = _fsdp(sheet, "min_num_params")
         if policy == "SIZE_BASED_WRAP" and isinstance(least, str) and not least.isdigit():
-            sheet.note(
-                "acc-fsdp-value", size, "accelerate.number-as-text", "accelerate.write-plain-number", least=least
-            )
+            fix = Message("accelerate.write-plain-number")
+            sheet.note("acc-fsdp-value", size, "accelerate.number-as-text", fix, least=least)
 
 
 def _check_type(sheet: Sheet) -> str | None:
     kind = sheet.get("distributed_type")
     if kind is False:  # a bare NO
         kind = "NO"
-        sheet.say(
-            "acc-bare-no", "distributed_type", _bare_no("distributed_type"), Message("lint.write-quoted", what="'NO'")
-        )
+        _say_bare_no(sheet, "distributed_type", "'NO'")
     if kind not in TYPES:
         close = nearest(kind, TYPES) if isinstance(kind, str) else None
         what = Message("accelerate.no-such-type", kind=shown(kind)) if kind else Message("accelerate.needs-type")
-        sheet.say(
-            "acc-distributed-type",
-            "distributed_type",
-            what,
-            propose(close or Choice(("DEEPSPEED", "FSDP", "MULTI_GPU"))),
-        )
+        fix = propose(close or Choice(("DEEPSPEED", "FSDP", "MULTI_GPU")))
+        sheet.say("acc-distributed-type", "distributed_type", what, fix)
         return None
     for block, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
         if sheet.block(block) and kind != owner:
@@ -200,8 +165,9 @@ def _check_type(sheet: Sheet) -> str | None:
     return str(kind)
 
 
-def _bare_no(key: str) -> Message:
-    return Message("accelerate.bare-no", key=key)
+def _say_bare_no(sheet: Sheet, place: str, right: str, key: str | None = None) -> None:
+    fix = Message("lint.write-quoted", what=right)
+    sheet.note("acc-bare-no", place, "accelerate.bare-no", fix, key=key or place)
 
 
 # --- DeepSpeed ----------------------------------------------------------------------------------
@@ -233,19 +199,11 @@ def _check_deepspeed(sheet: Sheet) -> None:
             sheet.say("acc-nvme-path", f"deepspeed_config.offload_{kind}_nvme_path", what, fix)
     if stage == 3:
         if not sheet.on("deepspeed_config.zero3_save_16bit_model"):
-            sheet.note(
-                "acc-save-16bit",
-                "deepspeed_config.zero3_save_16bit_model",
-                "accelerate.cannot-gather",
-                propose("zero3_save_16bit_model: true"),
-            )
+            place, fix = "deepspeed_config.zero3_save_16bit_model", propose("zero3_save_16bit_model: true")
+            sheet.note("acc-save-16bit", place, "accelerate.cannot-gather", fix)
         if sheet.get("deepspeed_config.zero3_init_flag") is False:
-            sheet.note(
-                "acc-zero-init",
-                "deepspeed_config.zero3_init_flag",
-                "accelerate.loads-whole",
-                propose("zero3_init_flag: true"),
-            )
+            place, fix = "deepspeed_config.zero3_init_flag", propose("zero3_init_flag: true")
+            sheet.note("acc-zero-init", place, "accelerate.loads-whole", fix)
 
 
 # --- FSDP ---------------------------------------------------------------------------------------
@@ -258,61 +216,16 @@ def _fsdp(sheet: Sheet, key: str) -> tuple[str, object]:
     return f"fsdp_config.{name}", block.get(name)
 
 
-KEYS = frozenset(
-    """compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines
-    gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function enable_cpu_affinity
-    fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config downcast_bf16
-    tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config fp16
-    dynamo_backend""".split()
-)
-"""What ClusterConfig takes, and two old keys that it converts."""
-
-TYPES = tuple(
-    """NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU DEEPSPEED FSDP XLA MEGATRON_LM
-    MULTI_HPU MULTI_NEURON""".split()
-)
-
-BLOCKS = {
-    "deepspeed_config": """deepspeed_config_file zero_stage offload_optimizer_device offload_param_device
-        offload_optimizer_nvme_path offload_param_nvme_path gradient_accumulation_steps gradient_clipping
-        zero3_init_flag zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter
-        deepspeed_multinode_launcher deepspeed_moe_layer_cls_names""".split(),
-    "fsdp_config": """fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_sharding_strategy
-        fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch
-        fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params fsdp_cpu_ram_efficient_loading
-        fsdp_sync_module_states fsdp_activation_checkpointing fsdp_activation_checkpointing_offload
-        fsdp_ignored_modules""".split(),
-    "dynamo_config": """dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic
-        dynamo_use_regional_compilation""".split(),
-}
-"""The keys of the blocks that are checked."""
-
-DEEPSPEED_AT = "deepspeed_config.deepspeed_config_file"
-"""Where it names a DeepSpeed file."""
+_TABLES = read_tables(Path(__file__).with_name("keys.txt"))
+KEYS, TYPES = frozenset(_TABLES[""]), tuple(_TABLES["distributed_type"])
+BLOCKS = {block: list(_TABLES[block]) for block in ("deepspeed_config", "fsdp_config", "dynamo_config")}
+LAYER_CLASSES = _TABLES["layers"]
+DEEPSPEED_AT = "deepspeed_config.deepspeed_config_file"  # where it names a DeepSpeed file
 
 
 RULES = rules(
-    ("acc-unknown", "error", "an unknown key at the top level: refused"),
-    ("acc-typo", "error", "a misspelt key in a block: ignored without a word"),
-    ("acc-distributed-type", "error", "no `distributed_type`, or one that does not exist"),
-    ("acc-block-unused", "error", "a DeepSpeed or FSDP block that `distributed_type` leaves unused"),
-    ("acc-bare-no", "error", "a bare `no`, which YAML reads as false and accelerate dies on"),
-    ("acc-mixed-precision", "error", "a `mixed_precision` that does not exist"),
-    ("acc-gpu-ids", "error", "`gpu_ids` that is no text, or does not match the number of processes"),
-    ("acc-idle-gpus", "warning", "more `gpu_ids` than processes"),
-    ("acc-processes", "error", "a `num_processes` that the machines do not divide, or not that of the job"),
-    ("acc-no-processes", "note", "no `num_processes`: the command line must give it"),
-    ("acc-machines", "error", "several machines without an address, or a rank beyond their number"),
-    ("acc-hostfile", "error", "DeepSpeed on several machines without a hostfile: runs on one, silently"),
-    ("acc-config-file", "error", "`deepspeed_config_file` beside keys or a precision that it must hold itself"),
-    ("acc-nvme-path", "error", "an NVMe path, which accelerate does not pass on"),
-    ("acc-offload-stage", "error", "an offload that the stage ignores"),
-    ("acc-save-16bit", "warning", "ZeRO-3 without `zero3_save_16bit_model`: saving the model fails"),
-    ("acc-zero-init", "warning", "ZeRO-3 with `zero3_init_flag: false`: every process loads the whole model"),
-    ("acc-fsdp1-key", "warning", "a key of FSDP2 where FSDP1 runs: ignored"),
-    ("acc-fsdp2-key", "warning", "a key of FSDP1 where FSDP2 runs: ignored"),
-    ("acc-fsdp-value", "error", "a value that FSDP refuses"),
-    ("acc-fsdp-sync", "error", "`fsdp_sync_module_states: false` with efficient loading, which is the default"),
-    ("acc-fsdp-unwrapped", "warning", "FSDP without a wrap policy: the whole model is gathered at once"),
-    ("pair-no-zero", "error", "a DeepSpeed file without `zero_optimization`, which accelerate refuses"),
+    """acc-unknown! acc-typo! acc-distributed-type! acc-block-unused! acc-bare-no! acc-mixed-precision! acc-gpu-ids!
+    acc-idle-gpus? acc-processes! acc-no-processes. acc-machines! acc-hostfile! acc-config-file! acc-nvme-path!
+    acc-offload-stage! acc-save-16bit? acc-zero-init? acc-fsdp1-key? acc-fsdp2-key? acc-fsdp-value! acc-fsdp-sync!
+    acc-fsdp-unwrapped? pair-no-zero!"""
 )

@@ -10,7 +10,7 @@ from tightfit.formats.accelerate.write import accelerate_notes, accelerate_yaml
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.formats.launch.environment import gpu_ids_of
 from tightfit.formats.launch.script import or_stop
-from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
+from tightfit.formats.rules import BESIDE_DEEPSPEED
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import WORKER, deepspeed_file_of, node_flag, require_way
 from tightfit.job.known import KnownConfig, block_in, whole, word
@@ -62,7 +62,7 @@ DIALECT = Dialect(
     one=Message("accelerate.one"),
     keys=KEYS,
     telling=("distributed_type", "compute_environment", "deepspeed_config", "fsdp_config"),
-    rules=(KEY_TWICE, NOT_FINITE, JSON_COMMENTS, *BESIDE, *RULES),
+    rules=BESIDE_DEEPSPEED | RULES,
     check=check_accelerate,
     known=known,
     deepspeed_at=DEEPSPEED_AT,

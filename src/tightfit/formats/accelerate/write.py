@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from tightfit.formats.accelerate.check import LAYER_CLASSES
 from tightfit.formats.deepspeed.write import pure_16bit
 from tightfit.formats.launch.environment import gpu_ids_of
 from tightfit.formats.launch.hostfile import hosts_for
@@ -29,39 +30,9 @@ from tightfit.types import ConfigError, Moe, Precision
 
 Block = dict[str, Any]
 
-# The class of one decoder layer, by model_type: what transformers' modelling file of that family builds its
-# list of layers from. A test asks the installed transformers.
-LAYER_CLASSES = {
-    "falcon_mamba": "FalconMambaBlock",
-    "gemma": "GemmaDecoderLayer",
-    "gemma2": "Gemma2DecoderLayer",
-    "gemma3_text": "Gemma3DecoderLayer",
-    "gpt2": "GPT2Block",
-    "gpt_neox": "GPTNeoXLayer",
-    "granite": "GraniteDecoderLayer",
-    "llama": "LlamaDecoderLayer",
-    "mamba": "MambaBlock",
-    "mamba2": "Mamba2Block",
-    "ministral": "MinistralDecoderLayer",
-    "ministral3": "Ministral3DecoderLayer",
-    "mistral": "MistralDecoderLayer",
-    "mixtral": "MixtralDecoderLayer",
-    "olmo2": "Olmo2DecoderLayer",
-    "olmo3": "Olmo3DecoderLayer",
-    "phi3": "Phi3DecoderLayer",
-    "qwen2": "Qwen2DecoderLayer",
-    "qwen2_moe": "Qwen2MoeDecoderLayer",
-    "qwen3": "Qwen3DecoderLayer",
-    "qwen3_moe": "Qwen3MoeDecoderLayer",
-    "smollm3": "SmolLM3DecoderLayer",
-    "stablelm": "StableLmDecoderLayer",
-    "starcoder2": "Starcoder2DecoderLayer",
-}
-
 EXPERT_CLASSES = {
-    "mixtral": "MixtralSparseMoeBlock",
-    "qwen2_moe": "Qwen2MoeSparseMoeBlock",
-    "qwen3_moe": "Qwen3MoeSparseMoeBlock",
+    kind: LAYER_CLASSES[kind].replace("DecoderLayer", "SparseMoeBlock")
+    for kind in ("mixtral", "qwen2_moe", "qwen3_moe")
 }
 EXPERTS_FUSED_SINCE = (5,)
 """Before this transformers each expert was a module of its own, which ZeRO-3 must gather together or hang."""
@@ -134,22 +105,18 @@ def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> s
 def accelerate_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way = require_way(plan)
-    levers, notes = way.levers, []
-    if levers.is_fsdp2:
-        notes.append(Message("accelerate.sharded-state-dict"))
-        if levers.checkpointing.layers:
-            notes.append(Message("accelerate.recomputes-all", layers=levers.checkpointing.layers))
-        if levers.checkpointing.offload:
-            notes.append(Message("accelerate.offload-needs-newer"))
-        if pure_16bit(levers):
-            notes.append(Message("accelerate.pure-16bit", precision=levers.precision))
-        elif levers.precision == "fp16" and plan.job.tier in LOW_SCALE_TIERS:
-            notes.append(Message("accelerate.high-first-scale", tier=plan.job.tier))
-    elif levers.stage == 3 and levers.method == "qlora":
-        notes.append(Message("accelerate.zero3-init-flag-off"))
-    if way.hardware.nodes > 1 and target.hostfile is None:
-        notes.append(Message("accelerate.placeholder-ip"))
-    return tuple(notes)
+    levers, checkpointing, fsdp2 = way.levers, way.levers.checkpointing, way.levers.is_fsdp2
+    pure, high = pure_16bit(levers), levers.precision == "fp16" and plan.job.tier in LOW_SCALE_TIERS
+    notes = (
+        (fsdp2, Message("accelerate.sharded-state-dict")),
+        (fsdp2 and checkpointing.layers, Message("accelerate.recomputes-all", layers=checkpointing.layers)),
+        (fsdp2 and checkpointing.offload, Message("accelerate.offload-needs-newer")),
+        (fsdp2 and pure, Message("accelerate.pure-16bit", precision=levers.precision)),
+        (fsdp2 and high and not pure, Message("accelerate.high-first-scale", tier=plan.job.tier)),
+        (levers.stage == 3 and levers.method == "qlora", Message("accelerate.zero3-init-flag-off")),
+        (way.hardware.nodes > 1 and target.hostfile is None, Message("accelerate.placeholder-ip")),
+    )
+    return tuple(note for holds, note in notes if holds)
 
 
 def layer_class(way: Way) -> str | None:

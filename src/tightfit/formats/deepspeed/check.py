@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tightfit.formats.deepspeed.keys import (
     ARRIVED,
+    FILLED,
     GONE,
     KEYS,
     LEARNT_AFTER,
@@ -17,19 +17,21 @@ from tightfit.formats.deepspeed.keys import (
     MOVED_DEFAULTS,
     PREFIXED,
     PYDANTIC_BF16,
-    REMOVED,
-    REMOVED_FROM_ZERO,
     REMOVED_IN,
-    SCHEDULERS,
+    SCHEDULER_PARAMS,
+    TAKES,
+    TEXTS,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
     WARMUP_CHECKED_SINCE,
+    Takes,
 )
 from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.document import Document, read_document
-from tightfit.formats.rules import KEY_TWICE, NOT_FINITE, rules
-from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, part_fault, propose, say_fault
+from tightfit.formats.rules import DELETE, IN_ANY_FILE, KEEP_ONE, Sheet, part_fault, propose, rules, say_fault
 from tightfit.inputs.spelling import as_number, nearest, shown
 from tightfit.inputs.versions import release
-from tightfit.messages import Choice, Listing, Message, Said, id_of
+from tightfit.messages import Message, Said, id_of
 from tightfit.types import ConfigError
 
 
@@ -57,17 +59,13 @@ def deepspeed_beside(sheet: Sheet, place: str) -> Sheet | None:
     value = sheet.get(place)
     if isinstance(value, Mapping) and value and "." not in place:
         document = sheet.document.block(place)
-    elif isinstance(value, str) and value.strip() not in ("", "none"):
-        named = _read(sheet, place, value)
-        if named is None:
-            return None
-        document = named
-    else:
+    elif not isinstance(value, str) or value.strip() in ("", "none") or not (named := _read(sheet, place, value)):
         return None
-    other = Sheet(document=document, rules=CHECKED, target=sheet.target, world=sheet.world, paired=True)
+    else:
+        document = named
     if document.syntax == "hjson" and not document.within:
         sheet.say("pair-hjson", place, Message("lint.pair-hjson", file=document.path.name), document.json_remedy)
-    return other
+    return Sheet(document=document, rules=RULES, target=sheet.target, world=sheet.world, paired=True)
 
 
 def _read(sheet: Sheet, place: str, name: str) -> Document | None:
@@ -79,9 +77,8 @@ def _read(sheet: Sheet, place: str, name: str) -> Document | None:
     if found is None:
         folder = sheet.document.path.parent
         close = nearest(Path(name).name, [other.name for other in folder.glob("*.json")]) if folder.is_dir() else None
-        what = Message("lint.pair-missing", name=shown(name), file=sheet.document.path.name)
-        fix = propose(close) if close else Message("lint.write-its-path")
-        sheet.say("pair-missing", place, what, fix)
+        fix, file = propose(close) if close else Message("lint.write-its-path"), sheet.document.path.name
+        sheet.note("pair-missing", place, "lint.pair-missing", fix, name=shown(name), file=file)
         return None
     try:
         return read_document(found)
@@ -92,53 +89,15 @@ def _read(sheet: Sheet, place: str, name: str) -> Document | None:
         return None
 
 
-RULES = rules(
-    ("ds-typo", "error", "a misspelt key that DeepSpeed ignores without a word (`zero_optimisation`)"),
-    ("ds-misplaced", "error", "a key that belongs into another block"),
-    ("ds-refused-key", "error", "an unknown key in a block where DeepSpeed refuses those"),
-    ("ds-unknown", "warning", "a key that DeepSpeed does not read and that resembles none"),
-    ("ds-removed", "error", "a block that this release has removed and refuses (`elasticity`, `amp` …)"),
-    ("ds-too-new", "error", "a key that this release does not know yet and refuses (`zenflow` on 0.14.2)"),
-    ("ds-not-yet", "warning", "a key that this release does not know yet and ignores"),
-    ("ds-moved-default", "note", "a key left out whose default is another since some release"),
-    ("ds-deprecated", "warning", "an old spelling (`cpu_offload`)"),
-    ("ds-same-key", "error", "two spellings of one key (`x` and `stage3_x`, `cpu_offload` and its heir)"),
-    ("ds-not-a-block", "error", "a value where a block in braces belongs (`zero_optimization: true`)"),
-    ("ds-number-text", "error", 'a number in quotes that DeepSpeed cannot use (`"5e8"`)'),
-    ("ds-quoted", "warning", "a number or a switch in quotes that DeepSpeed takes and the Hugging Face layer misreads"),
-    ("ds-text-switch", "error", 'the text `"false"`, which counts as true'),
-    ("ds-stage", "error", "a ZeRO stage that is none, or `auto`, which ends as stage 0"),
-    ("ds-value", "error", "a value that DeepSpeed refuses, or cannot work with (`-1`, `1.5`, `gpu`)"),
-    ("ds-auto", "note", "`auto` values: without the Hugging Face layer DeepSpeed fails on them"),
-    ("ds-auto-unfilled", "error", "`auto` in a key that nobody fills in"),
-    ("ds-hjson", "note", "comments or other Hjson, which only DeepSpeed itself reads"),
-    ("ds-offload-param-stage", "error", "`offload_param` below stage 3: ignored"),
-    ("ds-offload-stage0", "error", "`offload_optimizer` at stage 0: ignored"),
-    ("ds-nvme-stage", "error", "the optimizer on NVMe below stage 3: goes into host memory instead"),
-    ("ds-nvme-path", "error", "NVMe without `nvme_path`"),
-    ("ds-super-offload-stage", "error", "`super_offload` below stage 3: ignored"),
-    ("ds-ratio-stage", "error", "a partial offload (`ratio`) below stage 3"),
-    ("ds-stage3-keys", "warning", "keys of stage 3 at another stage: no effect"),
-    ("ds-round-robin", "warning", "`round_robin_gradients` outside stages 1 and 2: no effect"),
-    ("ds-buckets", "warning", "overlapped communication with buckets of gigabytes, which it doubles"),
-    ("ds-gather", "note", "stage 3 without 16-bit weights gathered on saving: no usable model is saved"),
-    ("ds-two-precisions", "error", "fp16 and bf16 both enabled"),
-    ("ds-no-precision", "note", "no word of fp16 or bf16: fp32, unless a trainer says otherwise"),
-    ("ds-static-scale", "warning", "a fixed `loss_scale` beside keys of the dynamic one: no effect"),
-    ("ds-first-scale", "note", "fp16 that begins at a scale of 65,536: the first steps are skipped"),
-    ("ds-master-weights", "error", "16-bit master weights without what they need"),
-    ("ds-optimizer", "error", "an optimizer that neither DeepSpeed nor torch.optim has"),
-    ("ds-untested-optimizer", "error", "an optimizer that ZeRO refuses without permission"),
-    ("ds-slow-offload", "warning", "an offloaded optimizer without a CPU kernel"),
-    ("ds-adam-is-adamw", "note", "`Adam`, which DeepSpeed runs as AdamW"),
-    ("ds-scheduler", "error", "a scheduler that DeepSpeed does not have"),
-    ("ds-scheduler-params", "error", "a scheduler without what it needs, or with what it does not take"),
-    ("ds-no-batch", "error", "neither `train_batch_size` nor `train_micro_batch_size_per_gpu`"),
-    ("ds-batch", "error", "batch sizes that do not multiply"),
-    ("ds-activation-checkpointing", "warning", "an `activation_checkpointing` block: Hugging Face models never use it"),
+RULES = IN_ANY_FILE | rules(
+    """ds-typo! ds-misplaced! ds-refused-key! ds-unknown? ds-removed! ds-too-new! ds-not-yet? ds-moved-default.
+    ds-deprecated? ds-same-key! ds-not-a-block! ds-number-text! ds-quoted? ds-text-switch! ds-stage! ds-value! ds-auto.
+    ds-auto-unfilled! ds-hjson. ds-offload-param-stage! ds-offload-stage0! ds-nvme-stage! ds-nvme-path!
+    ds-super-offload-stage! ds-ratio-stage! ds-stage3-keys? ds-round-robin? ds-buckets? ds-gather. ds-two-precisions!
+    ds-no-precision. ds-static-scale? ds-first-scale. ds-master-weights! ds-optimizer! ds-untested-optimizer!
+    ds-slow-offload? ds-adam-is-adamw. ds-scheduler! ds-scheduler-params! ds-no-batch! ds-batch!
+    ds-activation-checkpointing?"""
 )
-
-CHECKED = (KEY_TWICE, NOT_FINITE, *RULES)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -149,30 +108,13 @@ CHECKED = (KEY_TWICE, NOT_FINITE, *RULES)
 # values: pydantic turns "500000000" into a number, the rest of the config takes text for text and fails later, or
 # never.
 
-FILLED = frozenset(
-    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer.params.lr
-    optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay scheduler.params.warmup_min_lr
-    scheduler.params.warmup_max_lr scheduler.params.warmup_num_steps scheduler.params.total_num_steps fp16.enabled
-    bf16.enabled zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
-    zero_optimization.stage3_param_persistence_threshold zero_optimization.offload_optimizer.device
-    zero_optimization.offload_param.device zero_optimization.offload_optimizer.nvme_path
-    zero_optimization.offload_param.nvme_path
-    zero_optimization.stage3_gather_16bit_weights_on_model_save""".split()
-)
-"""Keys in which transformers or accelerate replace `auto`."""
-
-_TEXTS = frozenset(
-    """nvme_path type job_name output_path output_file group team project workspace api_key experiment_name
-    experiment_key results_dir exps_dir metric_path model_info_path""".split()
-)
-"""Keys whose value is text even where it looks like a number."""
-
 _DEPRECATED: dict[str, Said] = {
     "cpu_offload": 'offload_optimizer: {"device": "cpu"}',
     "cpu_offload_param": 'offload_param: {"device": "cpu"}',
     "cpu_offload_use_pin_memory": Message("deepspeed.pin-memory-in-both"),
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
+_HEIRS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _NULL_IS_FINE = ("aio", "bf16", "optimizer.params", "scheduler.params")
 """Blocks that may be null, besides those of zero_optimization."""
 
@@ -184,21 +126,12 @@ def check_keys(sheet: Sheet) -> None:
     _check_block(sheet, "")
     # old spellings, and two spellings of one key
     zero = sheet.block("zero_optimization")
-    heirs = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     for old, new in _DEPRECATED.items():
-        place = f"zero_optimization.{old}"
-        if zero.get(old) is None:
-            continue
-        if heirs.get(old) in zero:
-            sheet.note(
-                "ds-same-key",
-                place,
-                "deepspeed.refuses-old-beside-new",
-                Message("lint.delete-key", key=old),
-                old=old,
-                heirs=heirs[old],
-            )
-        else:
+        place, heir = f"{_ZERO}.{old}", _HEIRS.get(old)
+        if zero.get(old) is not None and heir in zero:
+            delete = Message("lint.delete-key", key=old)
+            sheet.note("ds-same-key", place, "deepspeed.refuses-old-beside-new", delete, old=old, heirs=heir)
+        elif zero.get(old) is not None:
             sheet.note("ds-deprecated", place, "deepspeed.old-spelling", propose(new), old=old)
     for key in zero:
         if f"stage3_{key}" in zero and key in KEYS["zero_optimization"]:
@@ -222,27 +155,25 @@ def check_keys(sheet: Sheet) -> None:
     # numbers and switches in quotes
     for place, value in walk(sheet.document.values):
         outer, _, key = place.rpartition(".")
-        if not isinstance(value, str) or key in _TEXTS or outer not in KEYS or key not in KEYS[outer]:
+        if not isinstance(value, str) or key in TEXTS or key not in KEYS.get(outer, ()):
             continue
         coerced = outer in LOUD and not outer.endswith("params")
         if value.lower() in ("true", "false") and not coerced:
             what = Message("deepspeed.text-is-true", value=shown(value))
             sheet.say("ds-text-switch", place, what, Message("lint.write-unquoted", what=value.lower()))
             continue
-        number = as_number(value)
-        if number is None or (coerced and place in TAKES and TAKES[place].kind == "switch"):
+        if as_number(value) is None or (coerced and place in TAKES and TAKES[place].kind == "switch"):
             continue
+        fix = Message("lint.write-unquoted", what=value)
         if coerced and not (set("eE.") & set(value) and not key.endswith(("ratio", "scale", "perc"))):
-            what = Message("deepspeed.compared-as-text", value=shown(value))
-            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=value))
+            sheet.note("ds-quoted", place, "deepspeed.compared-as-text", fix, value=shown(value))
         else:
-            what = Message("deepspeed.text-not-number", value=shown(value))
-            sheet.say("ds-number-text", place, what, Message("lint.write-unquoted", what=value))
+            sheet.note("ds-number-text", place, "deepspeed.text-not-number", fix, value=shown(value))
     # `auto`, which the Hugging Face layer fills in where it knows how
     filled = []
     for place, value in walk(sheet.document.values):
         outer, _, key = place.rpartition(".")
-        if value != "auto" or outer not in KEYS or key not in KEYS[outer]:
+        if value != "auto" or key not in KEYS.get(outer, ()):
             continue
         if place in FILLED:
             filled.append(place)
@@ -251,12 +182,8 @@ def check_keys(sheet: Sheet) -> None:
     if filled and not sheet.paired:
         sheet.note("ds-auto", filled[0], "deepspeed.autos", "deepspeed.write-numbers", filled=len(filled))
     if sheet.document.syntax == "hjson" and not sheet.paired:
-        sheet.note(
-            "ds-hjson",
-            "",
-            "deepspeed.file-is-hjson",
-            Message("deepspeed.if-hugging-face-reads", remedy=sheet.document.json_remedy),
-        )
+        fix = Message("deepspeed.if-hugging-face-reads", remedy=sheet.document.json_remedy)
+        sheet.note("ds-hjson", "", "deepspeed.file-is-hjson", fix)
 
 
 def walk(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
@@ -277,28 +204,27 @@ def _check_block(sheet: Sheet, path: str) -> None:
         place = f"{path}.{key}" if path else key
         if key not in KEYS[path]:
             _unknown(sheet, path, key, place)
-        elif _too_new(sheet, place):
+        elif _too_new(sheet, place) or place not in KEYS:
             continue
-        elif place in KEYS and isinstance(value, Mapping):
-            if place != "scheduler.params" or block.get("type") in SCHEDULERS:
+        elif isinstance(value, Mapping):
+            if place != "scheduler.params" or block.get("type") in SCHEDULER_PARAMS:
                 _check_block(sheet, place)
-        elif place in KEYS and not (
+        elif not (
             place in _NULL_IS_FINE or place.startswith("zero_optimization.")
             if value is None
             else value == "auto" and "." in place
         ):
+            what = Message("deepspeed.must-be-block", place=place, value=shown(value))
+            fix = Message("deepspeed.write-enabled-block")
             if place == "zero_optimization" and isinstance(value, bool):
                 what = Message("deepspeed.old-form", value=shown(value), stage=int(value))
-                sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-stage-block"))
-            else:
-                what = Message("deepspeed.must-be-block", place=place, value=shown(value))
-                sheet.say("ds-not-a-block", place, what, Message("deepspeed.write-enabled-block"))
+                fix = Message("deepspeed.write-stage-block")
+            sheet.say("ds-not-a-block", place, what, fix)
 
 
 def _unknown(sheet: Sheet, path: str, key: str, place: str) -> None:
     version = sheet.target.deepspeed_version
-    if place in GONE or key in (REMOVED if not path else REMOVED_FROM_ZERO if path == "zero_optimization" else ()):
-        gone = GONE.get(place, REMOVED_IN)
+    if gone := GONE.get(place):
         if release(version) < release(gone):
             _too_new(sheet, place)
         elif place == "aio.thread_count":
@@ -347,133 +273,11 @@ def _too_new(sheet: Sheet, place: str) -> bool:
 #
 # The blocks that pydantic reads are strict about ranges and lenient about spelling: "yes" is true and "12" is a
 # number there, -1 and "maybe" are refused. The top level has no such reader. Its values are used as they are, so that
-# a wrong one fails in an addition somewhere, or never. The table says what each key takes; a test holds it against
-# the fields of the installed DeepSpeed's own classes.
+# a wrong one fails in an addition somewhere, or never. `TAKES` says what each key takes.
 
-_ZERO, _PARAM, _OPTIMIZER = (
-    "zero_optimization",
-    "zero_optimization.offload_param",
-    "zero_optimization.offload_optimizer",
-)
-_ZENFLOW = "zero_optimization.zenflow"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Takes:
-    """What a key takes."""
-
-    kind: Literal["whole", "number", "switch", "words"]
-    least: float | None = None
-    most: float | None = None
-    open_ends: bool = False
-    """The ends of the range are not in it."""
-    words: tuple[str, ...] = ()
-    nullable: bool = False
-
-    @property
-    def phrase(self) -> Message | Listing:
-        """To stand after `must be` and after `write`."""
-        if self.kind == "switch":
-            return Message("deepspeed.true-or-false")
-        if self.kind == "words":
-            return Choice(f'"{word}"' for word in self.words)
-        noun = Message("deepspeed.whole-number" if self.kind == "whole" else "deepspeed.number")
-        if self.least is None:
-            return noun
-        if self.most is None:
-            return Message("deepspeed.at-least", noun=noun, least=self.least)
-        if self.open_ends:
-            return Message("deepspeed.between", noun=noun, least=self.least, most=self.most)
-        return Message("deepspeed.from-to", noun=noun, least=self.least, most=self.most)
-
-
-_SWITCHES = {
-    _ZERO: """contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions overlap_comm
-        compute_grad_norm load_from_fp32_weights elastic_checkpoint cpu_offload_param cpu_offload_use_pin_memory
-        cpu_offload stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1
-        round_robin_gradients parameter_alignment zero_quantized_weights zero_quantized_nontrainable_weights
-        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
-        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
-        stage3_gather_16bit_weights_on_model_save stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential""",
-    _PARAM: "pin_memory",
-    _OPTIMIZER: "pin_memory pipeline_read pipeline_write fast_init super_offload",
-    _ZENFLOW: "overlap_step offload",
-    "fp16": "enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads",
-    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
-    "comms_logger": "enabled prof_all verbose debug",
-    "tensorboard": "enabled",
-    "csv_monitor": "enabled",
-    "wandb": "enabled",
-    "comet": "enabled online",
-    "timers.throughput": "enabled synchronized",
-    "compile": """deepcompile autoep_non_moe free_activation offload_activation offload_activation_pin_memory
-        offload_opt_states double_buffer symmetric_memory debug_log offload_parameters sync_before_reduce
-        sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors""",
-    "hybrid_engine": "enabled release_inference_cache pin_parameters enable_cuda_graph",
-    "": """prescale_gradients disable_allgather dump_state disable_python_gc wall_clock_breakdown memory_breakdown
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dataloader_drop_last""",
-}
-_WHOLE: dict[str, dict[str, int | None]] = {
-    _ZERO: {
-        "reduce_bucket_size": 1,
-        "allgather_bucket_size": 0,
-        "sub_group_size": 0,
-        "stage3_prefetch_bucket_size": 0,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_model_persistence_threshold": 0,
-        "stage3_max_live_parameters": 0,
-        "stage3_max_reuse_distance": 0,
-        "stage3_module_granularity_threshold": None,
-        "zero_hpz_partition_size": 0,
-    },
-    _PARAM: {"buffer_count": 0, "buffer_size": 0, "max_in_cpu": 0},
-    _OPTIMIZER: {"buffer_count": 0},
-    _ZENFLOW: {"full_warm_up_rounds": None},
-    "fp16": {"initial_scale_power": None, "loss_scale_window": None, "hysteresis": None, "min_loss_scale": None},
-    "hybrid_engine": {"max_out_tokens": 1, "inference_tp_size": None, "tp_gather_partition_size": None},
-    "comet": {"samples_log_interval": None},
-    "compile": {"free_activation_threshold": None},
-    "": {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},
-}
-_SHARE = Takes(kind="number", least=0, most=1)
-_OTHER: dict[str, Takes] = {
-    f"{_PARAM}.device": Takes(kind="words", words=("none", "cpu", "nvme")),
-    f"{_OPTIMIZER}.device": Takes(kind="words", words=("none", "cpu", "nvme")),
-    f"{_OPTIMIZER}.ratio": _SHARE,
-    f"{_OPTIMIZER}.cpuadam_cores_perc": _SHARE,
-    f"{_ZENFLOW}.auto_ratio": _SHARE,
-    f"{_ZENFLOW}.pt_reserved_cores_perc": _SHARE,
-    f"{_ZENFLOW}.topk_ratio": Takes(kind="number", least=0, most=1, open_ends=True),
-    "fp16.loss_scale": Takes(kind="number", least=0),
-    "gradient_clipping": Takes(kind="number", least=0, nullable=True),
-    "communication_data_type": Takes(kind="words", words=("fp16", "bf16", "fp32"), nullable=True),
-    "seq_parallel_communication_data_type": Takes(kind="words", words=("fp16", "bf16", "fp32"), nullable=True),
-    "gradient_allreduce_op": Takes(kind="words", words=("mean", "sum")),
-    "checkpoint.tag_validation": Takes(kind="words", words=("Ignore", "Warn", "Fail")),
-}
-_NULLABLE = ("overlap_comm", "online", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
+_ZERO = "zero_optimization"
 _TRUE, _FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "off", "f", "false", "n", "no")
 """Text that pydantic takes for a switch, in any case of letters."""
-
-
-TAKES: dict[str, Takes] = {
-    **{
-        f"{block}.{name}" if block else name: Takes(
-            kind="switch", nullable=name in _NULLABLE or (not block and name != "wall_clock_breakdown")
-        )
-        for block, names in _SWITCHES.items()
-        for name in names.split()
-    },
-    **{
-        f"{block}.{name}" if block else name: Takes(kind="whole", least=bound, nullable=not block)
-        for block, least in _WHOLE.items()
-        for name, bound in least.items()
-    },
-    **_OTHER,
-}
-"""Dotted key → what it takes. Of two spellings, with `stage3_` and without, both are here."""
-TAKES |= {f"{_ZERO}.{name}": TAKES[f"{_ZERO}.stage3_{name}"] for name in PREFIXED}
-TAKES |= {key.replace("bf16.", "bfloat16.", 1): takes for key, takes in TAKES.items() if key.startswith("bf16.")}
 
 
 def check_kinds(sheet: Sheet) -> None:
@@ -529,16 +333,11 @@ def _switch_in_words(sheet: Sheet, place: str, value: str) -> None:
         if meant is None:
             _refuse(sheet, place, value, TAKES[place])
         else:
-            what = Message("deepspeed.switch-as-text", meant=meant, value=shown(value))
-            sheet.say("ds-quoted", place, what, Message("lint.write-unquoted", what=meant))
+            fix = Message("lint.write-unquoted", what=meant)
+            sheet.note("ds-quoted", place, "deepspeed.switch-as-text", fix, meant=meant, value=shown(value))
     elif word not in ("true", "false"):
-        sheet.note(
-            "ds-text-switch",
-            place,
-            "deepspeed.text-is-true",
-            Message("lint.write-unquoted", what=meant or Message("deepspeed.true-or-false")),
-            value=shown(value),
-        )
+        fix = Message("lint.write-unquoted", what=meant or Message("deepspeed.true-or-false"))
+        sheet.note("ds-text-switch", place, "deepspeed.text-is-true", fix, value=shown(value))
 
 
 def _refuse(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
@@ -563,34 +362,6 @@ def _refuse(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
 
 # --- the scheduler ------------------------------------------------------------------------------
 
-_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
-SCHEDULER_PARAMS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "LRRangeTest": (
-        (),
-        frozenset(
-            """lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase
-            last_batch_iteration""".split()
-        ),
-    ),
-    "OneCycle": (
-        ("cycle_min_lr", "cycle_max_lr"),
-        frozenset(
-            """cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size
-            cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom
-            decay_mom_rate last_batch_iteration""".split()
-        ),
-    ),
-    "WarmupLR": ((), frozenset(_WARMUP.split())),
-    "WarmupDecayLR": (("total_num_steps",), frozenset(f"total_num_steps {_WARMUP}".split())),
-    "WarmupCosineLR": (
-        ("total_num_steps",),
-        frozenset(
-            "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration".split()
-        ),
-    ),
-}
-"""DeepSpeed's scheduler → the parameters that it must have, and all that it takes."""
-
 _EXAMPLES = {"total_num_steps": "10000", "cycle_min_lr": "1e-5", "cycle_max_lr": "1e-4"}
 
 
@@ -598,27 +369,20 @@ def _check_scheduler(sheet: Sheet) -> None:
     kind, place = sheet.get("scheduler.type"), "scheduler.params"
     if not isinstance(kind, str) or kind not in SCHEDULER_PARAMS:
         return
-    needed, takes = SCHEDULER_PARAMS[kind]
-    params = sheet.get(place)
-    missing = [key for key in needed if sheet.get(f"{place}.{key}") is None]
+    takes = SCHEDULER_PARAMS[kind]
+    missing = [key for key, mark in takes.items() if mark and sheet.get(f"{place}.{key}") is None]
     if missing:
         value = '"auto"' if sheet.paired and missing == ["total_num_steps"] else _EXAMPLES[missing[0]]
         what = Message("deepspeed.scheduler-misses", kind=kind, missing=" and ".join(missing))
         sheet.say("ds-scheduler-params", place, what, Message("deepspeed.add-param", missing=missing[0], value=value))
-    elif not isinstance(params, Mapping):
-        what = Message("deepspeed.scheduler-needs-params", kind=kind)
-        sheet.say("ds-scheduler-params", place, what, Message("deepspeed.add-empty-params"))
-    every = {key for _, keys in SCHEDULER_PARAMS.values() for key in keys}
+    elif not isinstance(sheet.get(place), Mapping):
+        fix = Message("deepspeed.add-empty-params")
+        sheet.note("ds-scheduler-params", place, "deepspeed.scheduler-needs-params", fix, kind=kind)
     for key in sheet.block(place):
-        if key in every - takes:
+        if key in KEYS[place] - set(takes):
             what = Message("deepspeed.scheduler-has-not", kind=kind, key=key)
-            close = {"warmup_min_lr": Message("deepspeed.warmup-min-ratio")}.get(key)
-            sheet.say(
-                "ds-scheduler-params",
-                f"{place}.{key}",
-                what,
-                propose(close),
-            )
+            fix = propose(Message("deepspeed.warmup-min-ratio") if key == "warmup_min_lr" else None)
+            sheet.say("ds-scheduler-params", f"{place}.{key}", what, fix)
     steps = sheet.get(f"{place}.warmup_num_steps")
     is_checked = release(sheet.target.deepspeed_version) >= release(WARMUP_CHECKED_SINCE)
     is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
@@ -629,18 +393,9 @@ def _check_scheduler(sheet: Sheet) -> None:
 
 
 DEEPSPEED_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd")
-TORCH_OPTIMIZERS = tuple(
-    """Adadelta Adafactor Adagrad Adam AdamW SparseAdam Adamax ASGD LBFGS Muon NAdam RAdam RMSprop Rprop SGD""".split()
-)
-_OLDER_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
-"""Gone with `REMOVED_IN`."""
+_OLDER_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")  # gone with `REMOVED_IN`
 _ZERO_KNOWS = ("adagrad", "adam", "adamw", "lion", "muon", "muadam", "muadamw")
 _HAS_CPU_KERNEL = ("adam", "adamw", "adagrad", "lion", "muon")
-
-TORCH_SCHEDULERS = tuple(
-    """LambdaLR MultiplicativeLR StepLR MultiStepLR ConstantLR LinearLR ExponentialLR SequentialLR CosineAnnealingLR
-    ChainedScheduler ReduceLROnPlateau CyclicLR CosineAnnealingWarmRestarts OneCycleLR PolynomialLR""".split()
-)
 
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
 _LARGE_BUCKET = 1_000_000_000
@@ -699,19 +454,15 @@ def check_values(sheet: Sheet) -> None:
     if isinstance(kind, str):
         _check_optimizer_kind(sheet, kind, stage or 0)
     scheduler = sheet.get("scheduler.type")
-    if isinstance(scheduler, str) and scheduler not in (*SCHEDULERS, *TORCH_SCHEDULERS):
-        close = nearest(scheduler, SCHEDULERS) or "WarmupDecayLR"
+    if isinstance(scheduler, str) and scheduler not in (*SCHEDULER_PARAMS, *TORCH_SCHEDULERS):
+        close = nearest(scheduler, SCHEDULER_PARAMS) or "WarmupDecayLR"
         what = Message("deepspeed.no-such-scheduler", scheduler=shown(scheduler))
         sheet.say("ds-scheduler", "scheduler.type", what, Message("deepspeed.write-own-scheduler", close=close))
     _check_batch(sheet)
     block = sheet.get("activation_checkpointing")
     if isinstance(block, Mapping) and any(block.values()):
-        sheet.note(
-            "ds-activation-checkpointing",
-            "activation_checkpointing",
-            "deepspeed.checkpointing-block",
-            "deepspeed.use-trainers-checkpointing",
-        )
+        fix = Message("deepspeed.use-trainers-checkpointing")
+        sheet.note("ds-activation-checkpointing", "activation_checkpointing", "deepspeed.checkpointing-block", fix)
 
 
 def stage_of(sheet: Sheet) -> int:
@@ -723,8 +474,7 @@ def stage_of(sheet: Sheet) -> int:
 def offload_of(sheet: Sheet, kind: str) -> str:
     """Where `offload_optimizer` or `offload_param` put things: none, cpu or nvme."""
     device = sheet.get(f"zero_optimization.{kind}.device")
-    old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[kind]
-    if sheet.get(f"zero_optimization.{old}") is True:
+    if any(heir == kind and sheet.get(f"{_ZERO}.{old}") is True for old, heir in _HEIRS.items()):
         return "cpu"
     return device if device in ("cpu", "nvme") else "none"
 
@@ -745,25 +495,17 @@ def _check_stage(sheet: Sheet) -> int | None:
 
 
 def _check_stage_keys(sheet: Sheet, stage: int) -> None:
-    zero = sheet.block("zero_optimization")
+    zero, robin = sheet.block(_ZERO), f"{_ZERO}.round_robin_gradients"
     if stage == 3:
-        if sheet.on("zero_optimization.round_robin_gradients"):
-            what = Message("deepspeed.stage3-round-robin")
-            sheet.say("ds-round-robin", "zero_optimization.round_robin_gradients", what, DELETE)
-        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-        old = "stage3_gather_fp16_weights_on_model_save"
-        if not any(zero.get(name) for name in (*names, old)):
-            what = Message("deepspeed.saves-shards")
-            fix = Message("deepspeed.write-gather", name=names[0])
-            sheet.say("ds-gather", f"zero_optimization.{names[0]}", what, fix)
+        if sheet.on(robin):
+            sheet.note("ds-round-robin", robin, "deepspeed.stage3-round-robin", DELETE)
+        name, old = "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"
+        if not (zero.get(name) or zero.get(name.removeprefix("stage3_")) or zero.get(old)):
+            fix = Message("deepspeed.write-gather", name=name)
+            sheet.note("ds-gather", f"{_ZERO}.{name}", "deepspeed.saves-shards", fix)
         return
-    if stage == 0 and sheet.on("zero_optimization.round_robin_gradients"):
-        sheet.note(
-            "ds-round-robin",
-            "zero_optimization.round_robin_gradients",
-            "deepspeed.stage0-round-robin",
-            "deepspeed.delete-or-stage2",
-        )
+    if stage == 0 and sheet.on(robin):
+        sheet.note("ds-round-robin", robin, "deepspeed.stage0-round-robin", "deepspeed.delete-or-stage2")
     only3 = [*(f"stage3_{key}" for key in PREFIXED), "zero_quantized_weights", "zero_quantized_nontrainable_weights"]
     idle = [key for key in (*only3, "sub_group_size", "memory_efficient_linear") if zero.get(key) not in (None, False)]
     if idle:
@@ -782,18 +524,13 @@ def _check_stage_keys(sheet: Sheet, stage: int) -> None:
 def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
     offload = offload_of(sheet, "offload_optimizer")
     for name, key in ((bf16, "bf16_master_weights_and_grads"), ("fp16", "fp16_master_weights_and_grads")):
-        place = f"{name}.{key}"
+        place, states = f"{name}.{key}", f"{name}.bf16_optimizer_states"
+        has_states = name != "fp16" and sheet.on(states)
         if not sheet.on(place):
-            if name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states"):
-                sheet.note(
-                    "ds-master-weights",
-                    f"{name}.bf16_optimizer_states",
-                    "deepspeed.states-need-masters",
-                    Message("deepspeed.add-true", key=key),
-                )
-            continue
-        states = name != "fp16" and sheet.on(f"{name}.bf16_optimizer_states")
-        if stage == 0 or (offload == "none" and not states):
+            if has_states:
+                fix = Message("deepspeed.add-true", key=key)
+                sheet.note("ds-master-weights", states, "deepspeed.states-need-masters", fix)
+        elif stage == 0 or (offload == "none" and not has_states):
             what = Message("deepspeed.masters-need-zero", key=key)
             sheet.say("ds-master-weights", place, what, Message("deepspeed.write-stage2-offload"))
 
@@ -803,8 +540,7 @@ def _check_master_weights(sheet: Sheet, bf16: str, stage: int) -> None:
 
 def _check_optimizer_kind(sheet: Sheet, kind: str, stage: int) -> None:
     name, place = kind.lower(), "optimizer.type"
-    old = name in _OLDER_OPTIMIZERS and release(sheet.target.deepspeed_version) < release(REMOVED_IN)
-    if old:
+    if name in _OLDER_OPTIMIZERS and release(sheet.target.deepspeed_version) < release(REMOVED_IN):
         return
     if name not in DEEPSPEED_OPTIMIZERS and kind not in TORCH_OPTIMIZERS:
         close = nearest(kind, ("AdamW", "Adam", *TORCH_OPTIMIZERS)) or "AdamW"
@@ -833,28 +569,21 @@ def _check_batch(sheet: Sheet) -> None:
     total, micro, steps = sheet.number(_TOTAL), sheet.number(_MICRO), sheet.number(_STEPS)
     if not total or "auto" in (sheet.get(_TOTAL), sheet.get(_MICRO), sheet.get(_STEPS)):
         return
-    given = [(key, value) for key, value in ((_MICRO, micro), (_STEPS, steps)) if value]
     world = sheet.world
     product = (micro or 1) * (steps or 1) * (world or 1)
     exact = world is not None and micro is not None and steps is not None
-    if product == total or (not exact and product and total % product == 0):
+    factors = [f"{key} {value:g}" for key, value in ((_MICRO, micro), (_STEPS, steps)) if value]
+    factors += [f"{world} GPUs"] if world else []
+    if not factors or product == total or (not exact and product and total % product == 0):
         return
-    words = " × ".join([f"{key} {value:g}" for key, value in given] + ([f"{world} GPUs"] if world else []))
-    if not words:
-        return
-    what = Message(
-        "deepspeed.batch-differs" if exact else "deepspeed.batch-no-multiple", total=total, words=words, product=product
-    )
-    sheet.say("ds-batch", _TOTAL, what, _fitting(sheet, total, product, exact=exact))
-
-
-def _fitting(sheet: Sheet, total: float, product: float, *, exact: bool) -> Message:
-    """What makes the product right: the nearest batch, or the same batch in other steps."""
+    said = "deepspeed.batch-differs" if exact else "deepspeed.batch-no-multiple"
+    what = Message(said, total=total, words=" × ".join(factors), product=product)
+    # what makes the product right: the nearest batch, or the same batch in other steps
+    fix = Message("deepspeed.product-batch", product=product, total=_TOTAL)
     if not exact:
-        return Message("deepspeed.nearest-batch", value=max(1, round(total / product)) * product, total=_TOTAL)
-    for key in (_STEPS, _MICRO):
-        value = sheet.number(key) or 1
+        fix = Message("deepspeed.nearest-batch", value=max(1, round(total / product)) * product, total=_TOTAL)
+    for key, value in ((_MICRO, micro or 1), (_STEPS, steps or 1)) if exact else ():
         other = total * value / product
         if other >= 1 and other.is_integer():
-            return Message("deepspeed.other-steps", product=product, key=key, other=other, total=total)
-    return Message("deepspeed.product-batch", product=product, total=_TOTAL)
+            fix = Message("deepspeed.other-steps", product=product, key=key, other=other, total=total)
+    sheet.say("ds-batch", _TOTAL, what, fix)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tightfit.formats.deepspeed.check import CHECKED, check_deepspeed
+from tightfit.formats.deepspeed.check import RULES, check_deepspeed
 from tightfit.formats.deepspeed.keys import KEYS, REMOVED
 from tightfit.formats.deepspeed.write import deepspeed_json, deepspeed_notes
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
@@ -72,7 +72,7 @@ DIALECT = Dialect(
     one=Message("deepspeed.one"),
     keys=KEYS[""] | REMOVED,
     telling=("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
-    rules=CHECKED,
+    rules=RULES,
     check=check_deepspeed,
     known=known,
     files=(

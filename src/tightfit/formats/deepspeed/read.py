@@ -13,14 +13,13 @@ each is named in `because`, so that no estimate hides what it left out.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from tightfit.formats.deepspeed.keys import KEYS, LOUD, PREFIXED, REMOVED, REMOVED_FROM_ZERO, REMOVED_IN, SCHEDULERS
+from tightfit.formats.deepspeed.keys import GONE, KEYS, LOUD, PREFIXED, REMOVED_IN, SCHEDULER_PARAMS, UNPRICED
+from tightfit.formats.document import parse_json_document
 from tightfit.inputs.spelling import Fields, nearest, read_text, shown, unknown_key
 from tightfit.inputs.versions import release
 from tightfit.messages import Choice, Message
@@ -29,24 +28,13 @@ from tightfit.types import STAGES, ZERO3, Buckets, ConfigError, Engine, Levers, 
 _ENGINES: tuple[Engine, ...] = tuple(STAGES)
 
 
-_PINNED_SINCE = "0.19.5"
-"""From here on offloaded memory is pinned unless the file says otherwise."""
+_PINNED_SINCE = "0.19.5"  # from here on offloaded memory is pinned unless the file says otherwise
 
 _ZERO_BLOCKS = frozenset(path for path in KEYS if path.startswith("zero_optimization."))
-_NULL_BLOCKS = _ZERO_BLOCKS.union(("aio", "bf16", "optimizer.params", "scheduler.params"))
-"""Blocks that may be null."""
+_NULL_BLOCKS = _ZERO_BLOCKS.union(("aio", "bf16", "optimizer.params", "scheduler.params"))  # blocks that may be null
 
 _OPTIMIZERS: dict[str, Optimizer] = {"adam": "adamw", "adamw": "adamw", "SGD": "sgd", "Adafactor": "adafactor"}
 """DeepSpeed's own in any case of letters, torch.optim's by their exact names."""
-
-_UNPRICED = """zero_optimization.zenflow zero_optimization.zero_hpz_partition_size
-    zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_nontrainable_weights
-    zero_optimization.zero_quantized_gradients zero_optimization.offload_optimizer.ratio
-    zero_optimization.offload_optimizer.super_offload zero_optimization.model_persistence_threshold
-    zero_optimization.stage3_model_persistence_threshold bf16.bf16_optimizer_states data_types.grad_accum_dtype
-    communication_data_type torch_autocast.enabled tensor_parallel.autotp_size expert_parallel.enabled
-    sequence_parallel_size compile.deepcompile zero_optimization.stage3_gather_16bit_weights_on_model_save""".split()
-"""Settings that move memory and that Levers cannot say. Off, or one: they change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +49,10 @@ class DeepSpeedSettings:
     precision: Precision | None
     micro_batch: int | None
     accumulation: int | None
-    train_batch: int | None
-    """Samples a step over all GPUs."""
+    train_batch: int | None  # samples a step over all GPUs
     gradient_clipping: float | None
     optimizer: Optimizer | None
     master_weights: bool
-    cpu_checkpointing: bool
-    """`activation_checkpointing.cpu_checkpointing`; acts only on models that call DeepSpeed's own checkpointing."""
     because: tuple[Message, ...]
 
 
@@ -75,24 +60,16 @@ def read_deepspeed(
     path: str | Path, *, hidden_size: int | None, version: str = Levers().deepspeed_version
 ) -> DeepSpeedSettings:
     """Read a DeepSpeed JSON or Hjson file; `hidden_size` is what the Hugging Face layer fills `auto` with."""
-    file, text = Path(path).name, read_text(Path(path), "JSON")
-    because: list[Message] = []
-    try:
-        values = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as plain:
-        import hjson
-
-        try:
-            values = hjson.loads(text, object_pairs_hook=_no_duplicates)
-        except (ValueError, OverflowError, RecursionError) as error:  # int() refuses thousands of digits, too
-            # Hjson forgives so much that its complaint about a missing comma is no help: then JSON's is given.
-            no_help = isinstance(error, hjson.HjsonDecodeError) and not re.search(r"//|/\*|#", text)
-            cause = str(plain if no_help else error)
-            said = Message("deepspeed.no-json", file=file, cause=cause[:1].lower() + cause[1:])
-            raise ConfigError(said) from None
-        because.append(Message("deepspeed.is-hjson", file=file))
+    path = Path(path)
+    file, text = path.name, read_text(path, "JSON")
+    document = parse_json_document(path, text)
+    values = document.values
     if not isinstance(values, dict) or not text.strip():
         raise ConfigError(Message("deepspeed.no-object", file=file))
+    for place in document.doubles:  # DeepSpeed refuses them; plain JSON readers keep the last and say nothing
+        key = place.rpartition(".")[2]
+        raise ConfigError(Message("deepspeed.key-twice", key=key, fix=Message("lint.keep-one")), at=place)
+    because = [Message("deepspeed.is-hjson", file=file)] if document.syntax == "hjson" else []
     _check_keys(values, file, "", version)
     top = Fields(values=values, file=file, silent=(None, "auto"))
     zero = _block(top, "zero_optimization")
@@ -103,14 +80,13 @@ def read_deepspeed(
         raise zero.wrong("stage", "0, 1, 2 or 3")
     offload_param = _offload(zero, "offload_param", stage)
     offload_optimizer = _offload(zero, "offload_optimizer", stage)
-    for place in _UNPRICED:
+    for place in UNPRICED:
         value: Any = values
         for key in place.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         changes_nothing = value is None or value is False or value == "auto" or (value == 1 and value is not True)
         if not changes_nothing:
             because.append(Message("deepspeed.not-priced", key=place, file=file))
-    cpu_checkpointing = bool(_block(top, "activation_checkpointing").switch("cpu_checkpointing"))
     if "activation_checkpointing" in values:
         because.append(Message("deepspeed.checkpointing-from-flags", file=file))
     return DeepSpeedSettings(
@@ -126,7 +102,6 @@ def read_deepspeed(
         gradient_clipping=top.number("gradient_clipping"),
         optimizer=_optimizer(top),
         master_weights=_master_weights(top, stage, offload_optimizer),
-        cpu_checkpointing=cpu_checkpointing,
         because=tuple(because),
     )
 
@@ -150,16 +125,8 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
             accumulation = total // (micro * world)
         product = micro * accumulation * world
         if product != total:
-            said = Message(
-                "deepspeed.batch-is-not",
-                total=total,
-                file=settings.file,
-                micro=micro,
-                accumulation=accumulation,
-                world=world,
-                product=product,
-            )
-            raise ConfigError(said)
+            factors = {"micro": micro, "accumulation": accumulation, "world": world, "product": product}
+            raise ConfigError(Message("deepspeed.batch-is-not", total=total, file=settings.file, **factors))
     clipping = settings.gradient_clipping
     return replace(
         base,
@@ -180,16 +147,6 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
 # --- the file -----------------------------------------------------------------------------------
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """DeepSpeed refuses duplicates; plain JSON readers keep the last and say nothing."""
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(Message("deepspeed.key-twice", key=twice, fix=Message("lint.keep-one")), at=twice)
-    return values
-
-
 def _check_keys(values: Mapping[str, Any], file: str, path: str, version: str) -> None:
     """Raise at the first key that DeepSpeed does not know, in any block."""
     for key, value in values.items():
@@ -197,16 +154,13 @@ def _check_keys(values: Mapping[str, Any], file: str, path: str, version: str) -
         if key not in KEYS[path]:
             if not path and key.startswith(("_", "#", "//")):
                 continue  # the usual way to leave a comment in plain JSON
-            removed = REMOVED if not path else REMOVED_FROM_ZERO if path == "zero_optimization" else frozenset()
-            if key not in removed:
+            if child not in GONE or path == "aio":
                 raise _unknown(key, file, path)
             if release(version) >= release(REMOVED_IN):
-                said = Message(
-                    "deepspeed.key-removed", key=child, file=file, version=version, fix=Message("lint.delete")
-                )
-                raise ConfigError(said, at=child)
+                removed = {"key": child, "file": file, "version": version, "fix": Message("lint.delete")}
+                raise ConfigError(Message("deepspeed.key-removed", **removed), at=child)
         elif child in KEYS and isinstance(value, Mapping):
-            if child != "scheduler.params" or values.get("type") in SCHEDULERS:
+            if child != "scheduler.params" or values.get("type") in SCHEDULER_PARAMS:
                 _check_keys(value, file, child, version)
         elif child in KEYS and not (value is None and child in _NULL_BLOCKS) and not (value == "auto" and path):
             raise ConfigError(Message("deepspeed.no-block", key=child, file=file, value=shown(value)), at=child)
@@ -217,11 +171,9 @@ def _unknown(key: str, file: str, path: str) -> ConfigError:
     aside = Message("deepspeed.would-refuse" if path in LOUD else "deepspeed.would-ignore")
     homes = [home for home, keys in KEYS.items() if key in keys and home != "bfloat16"]
     if len(homes) == 1 and not nearest(key, KEYS[path], cutoff=0.9):
-        return ConfigError(
-            Message("deepspeed.key-elsewhere", key=key, where=where, home=homes[0], aside=aside)
-            if homes[0]
-            else Message("deepspeed.key-at-top", key=key, where=where, aside=aside)
-        )
+        if homes[0]:
+            return ConfigError(Message("deepspeed.key-elsewhere", key=key, where=where, home=homes[0], aside=aside))
+        return ConfigError(Message("deepspeed.key-at-top", key=key, where=where, aside=aside))
     return unknown_key(key, KEYS[path], str(where), aside=str(aside))
 
 
@@ -241,14 +193,8 @@ def _offload(zero: Fields, kind: str, stage: int) -> Offload:
     word = block.word("device", get_args(Offload)) or "none"
     if old in zero.values and zero.values[old] is not None:
         if isinstance(zero.values.get(kind), Mapping):
-            said = Message(
-                "deepspeed.old-and-new",
-                key=zero.name(old),
-                kind=kind,
-                file=zero.file,
-                fix=Message("lint.keep", key=kind),
-            )
-            raise ConfigError(said, at=zero.name(old))
+            key, fix = zero.name(old), Message("lint.keep", key=kind)
+            raise ConfigError(Message("deepspeed.old-and-new", key=key, kind=kind, file=zero.file, fix=fix), at=key)
         word = "cpu" if zero.switch(old) else "none"
     ratio = block.number("ratio", most=1.0)
     partial = "ratio" if ratio is not None and ratio < 1 else "super_offload" if block.switch("super_offload") else None
@@ -258,20 +204,14 @@ def _offload(zero: Fields, kind: str, stage: int) -> Offload:
     device = cast(Offload, word)
     if device == "none":
         return "none"
-    wrong = None
-    if kind == "offload_param" and stage < 3:
-        wrong = "deepspeed.weights-need-stage3"
-    elif stage == 0:
-        wrong = "deepspeed.offload-needs-stage"
-    elif device == "nvme" and stage < 3:
-        wrong = "deepspeed.nvme-needs-stage3"
-    if wrong:
-        said = Message(wrong, key=zero.name(kind), device=device, file=zero.file, stage=stage)
-        raise ConfigError(said, at=zero.name(kind))
-    if device == "nvme" and block.text("nvme_path") is None:
-        said = Message("deepspeed.needs-nvme-path", key=zero.name(kind), device=device, file=zero.file)
-        raise ConfigError(said, at=zero.name(kind))
-    return device
+    key = zero.name(kind)
+    if device == "nvme" and stage == 3 and block.text("nvme_path") is None:
+        raise ConfigError(Message("deepspeed.needs-nvme-path", key=key, device=device, file=zero.file), at=key)
+    if stage == 3 or (stage and device == "cpu" and kind == "offload_optimizer"):
+        return device
+    wrong = "deepspeed.offload-needs-stage" if stage == 0 else "deepspeed.nvme-needs-stage3"
+    wrong = "deepspeed.weights-need-stage3" if kind == "offload_param" else wrong
+    raise ConfigError(Message(wrong, key=key, device=device, file=zero.file, stage=stage), at=key)
 
 
 def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, because: list[Message]) -> Buckets:
@@ -285,9 +225,8 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
         for key, value in zip(keys, sizes, strict=True):
             if key in asked and (stage == 3 or not key.startswith("stage3_")):
                 filled[key] = value
-                because.append(
-                    Message("deepspeed.auto-filled", key=key, file=zero.file, value=value, hidden_size=hidden_size)
-                )
+                filled_in = {"value": value, "hidden_size": hidden_size}
+                because.append(Message("deepspeed.auto-filled", key=key, file=zero.file, **filled_in))
     # of `key` and `stage3_key` the one that the file has; the one that Hugging Face fills in if neither
     used: dict[str, str] = {}
     for key in PREFIXED:
@@ -326,15 +265,13 @@ def _buckets(zero: Fields, stage: int, hidden_size: int | None, version: str, be
 
 def _precision(top: Fields, because: list[Message]) -> Precision | None:
     if "bf16" in top.values and "bfloat16" in top.values:
-        raise ConfigError(
-            Message("deepspeed.bf16-twice", file=top.file, fix=Message("lint.keep", key="bf16")), at="bfloat16"
-        )
+        fix = Message("lint.keep", key="bf16")
+        raise ConfigError(Message("deepspeed.bf16-twice", file=top.file, fix=fix), at="bfloat16")
     bf16 = _block(top, "bf16" if "bf16" in top.values else "bfloat16")
     fp16 = _block(top, "fp16")
     if bf16.switch("enabled") and fp16.switch("enabled"):
-        raise ConfigError(
-            Message("deepspeed.both-precisions", file=top.file, fix=Message("lint.keep-one")), at="fp16.enabled"
-        )
+        fix = Message("lint.keep-one")
+        raise ConfigError(Message("deepspeed.both-precisions", file=top.file, fix=fix), at="fp16.enabled")
     if bf16.switch("enabled"):
         return "bf16"
     if fp16.switch("enabled"):
@@ -349,17 +286,14 @@ def _precision(top: Fields, because: list[Message]) -> Precision | None:
 
 def _optimizer(top: Fields) -> Optimizer | None:
     block = _block(top, "optimizer")
-    kind = block.text("type")
-    if kind is None:
+    if (kind := block.text("type")) is None:
         return None
     if found := _OPTIMIZERS.get(kind.lower()) or _OPTIMIZERS.get(kind):
         return found
     names = ("AdamW", "Adam", "SGD", "Adafactor")
-    close = nearest(kind, names, cutoff=0.8)
-    if close:
+    said = Message("deepspeed.optimizer-unknown", kind=shown(kind), file=top.file, names=Choice(names))
+    if close := nearest(kind, names, cutoff=0.8):
         said = Message("deepspeed.optimizer-meant", kind=shown(kind), file=top.file, close=close)
-    else:
-        said = Message("deepspeed.optimizer-unknown", kind=shown(kind), file=top.file, names=Choice(names))
     raise ConfigError(said, at=block.name("type"))
 
 
@@ -373,11 +307,10 @@ def _master_weights(top: Fields, stage: int, offload: Offload) -> bool:
                 states = block.name("bf16_optimizer_states")
                 raise ConfigError(Message("deepspeed.needs-as-well", key=states, file=top.file, other=key), at=states)
             continue
+        place = block.name(key)
         if stage == 0:
-            said = Message("deepspeed.needs-a-stage", key=block.name(key), file=top.file)
-            raise ConfigError(said, at=block.name(key))
+            raise ConfigError(Message("deepspeed.needs-a-stage", key=place, file=top.file), at=place)
         if offload == "none" and (name == "fp16" or not block.switch("bf16_optimizer_states")):
-            said = Message("deepspeed.needs-offload", key=block.name(key), file=top.file)
-            raise ConfigError(said, at=block.name(key))
+            raise ConfigError(Message("deepspeed.needs-offload", key=place, file=top.file), at=place)
         return False
     return True

@@ -8,9 +8,8 @@ not by another. Which keys a release knows is asked of `keys.py`. Left out on pu
 - `optimizer`. Hugging Face's Trainer, LLaMA-Factory and our worker each make the optimizer themselves, with the
   weight decay of norms and biases as they see fit. With the block in the file, the Trainer hands all parameters
   to DeepSpeed as one group, ignores its own `optim`, and refuses to start once its learning rate differs from
-  the file's. A script that calls `deepspeed.initialize` without an optimizer needs the block: `with_optimizer`.
-  Offloading stays right either way: with `zero_force_ds_cpu_optimizer` accelerate swaps AdamW for DeepSpeed's
-  host Adam, and DeepSpeed refuses any other. One training cannot do without the block: pure 16-bit with the
+  the file's. Offloading stays right either way: with `zero_force_ds_cpu_optimizer` accelerate swaps AdamW for
+  DeepSpeed's host Adam, and DeepSpeed refuses any other. One training cannot do without the block: pure 16-bit with the
   optimizer offloaded, where only DeepSpeed makes a host Adam whose moments are 16-bit as well.
 - `activation_checkpointing`. It acts on models that call `deepspeed.checkpointing`, which Hugging Face's never do.
 - `leaf_module`, `zenflow`. Absent, the first is DeepSpeed's list of expert layers and the second is off.
@@ -27,7 +26,6 @@ from tightfit.formats.deepspeed.keys import check_version, knows, newer_than_kno
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import clip, first_scale_power, learning_rate, require_way
 from tightfit.inputs.flags import LEVERS
-from tightfit.job import Job
 from tightfit.memory.host import swap_buffer_numel
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan, Way
@@ -35,27 +33,28 @@ from tightfit.priced import GIB
 from tightfit.types import ConfigError, Levers
 
 STEPS_PER_PRINT = 100
-HOST_ADAM = "adamw"
-"""The one optimizer of ours that DeepSpeed has a host version of."""
+HOST_ADAM = "adamw"  # the one optimizer of ours that DeepSpeed has a host version of
 ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 """AdamW's usual ones, which every trainer here shares; a job has no field for them."""
 
 Block = dict[str, Any]
 
 
-def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) -> str:
-    """The file for the chosen way. `with_optimizer`: for a script that leaves the optimizer to DeepSpeed."""
+def deepspeed_json(plan: Plan, target: Target) -> str:
+    """The file for the chosen way."""
     way, job = require_way(plan), plan.job
     levers, pure = way.levers, pure_16bit(way.levers)
     check_version(target.deepspeed_version)
-    if levers.is_fsdp2:
-        raise ConfigError(Message("deepspeed.fsdp2-has-no-file"))
-    if pure and levers.engine == "zero0":
-        raise ConfigError(Message("deepspeed.pure-needs-sharding"))
-    if pure and levers.precision == "fp16" and not _needs_block(levers):
-        raise ConfigError(Message("deepspeed.pure-fp16-needs-offload"))
-    if pure and levers.offload_optimizer != "none" and levers.optimizer != HOST_ADAM:
-        raise ConfigError(Message("deepspeed.pure-offload-needs-adamw"))
+    on_host, is_adam = levers.offload_optimizer != "none", levers.optimizer == HOST_ADAM
+    refused = (
+        (levers.is_fsdp2, Message("deepspeed.fsdp2-has-no-file")),
+        (pure and levers.engine == "zero0", Message("deepspeed.pure-needs-sharding")),
+        (pure and levers.precision == "fp16" and not on_host, Message("deepspeed.pure-fp16-needs-offload")),
+        (pure and on_host and not is_adam, Message("deepspeed.pure-offload-needs-adamw")),
+    )
+    for holds, why in refused:
+        if holds:
+            raise ConfigError(why)
     values: Block = {
         "train_batch_size": way.effective_batch,
         "train_micro_batch_size_per_gpu": levers.micro_batch,
@@ -64,8 +63,8 @@ def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) 
         "bf16": {"enabled": False} if levers.precision == "fp32" else {},  # that it is fp32 stands nowhere else
         "fp16": {},
         "zero_optimization": _zero(way, job.hardware.nvme_path),
-        "zero_allow_untested_optimizer": levers.optimizer != HOST_ADAM,
-        "zero_force_ds_cpu_optimizer": levers.optimizer == HOST_ADAM,
+        "zero_allow_untested_optimizer": not is_adam,
+        "zero_force_ds_cpu_optimizer": is_adam,
     }
     if levers.precision == "bf16":
         values["bf16"] = {
@@ -81,8 +80,10 @@ def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) 
             "initial_scale_power": first_scale_power(job),
             "fp16_master_weights_and_grads": pure,
         }
-    if _needs_block(levers) or with_optimizer:
-        values["optimizer"] = _optimizer(job, levers)
+    if pure and on_host:
+        adam = {"lr": learning_rate(job, levers), "betas": list(ADAM_BETAS), "eps": ADAM_EPS}
+        adam |= {"weight_decay": float(job.weight_decay), "fp32_optimizer_states": False}
+        values["optimizer"] = {"type": "AdamW", "params": adam}
     values["steps_per_print"] = STEPS_PER_PRINT
     return json.dumps(without_defaults(_keep_known(values, target.deepspeed_version)), indent=2) + "\n"
 
@@ -90,23 +91,20 @@ def deepspeed_json(plan: Plan, target: Target, *, with_optimizer: bool = False) 
 def deepspeed_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What a reader of the file should know, a sentence each."""
     way = require_way(plan)
-    levers, vendor = way.levers, way.hardware.gpu.vendor
+    levers, on_rocm = way.levers, way.hardware.gpu.vendor in ("amd", "hygon")
     if levers.is_fsdp2:
         return ()
-    notes = [
-        Message("deepspeed.no-checkpointing-block"),
-        Message("deepspeed.no-optimizer-block")
-        if not _needs_block(levers)
-        else Message("deepspeed.has-optimizer-block"),
-    ]
-    if newer := newer_than_known(target.deepspeed_version):
-        notes.append(newer)
-    if levers.stage == 3 and not _can_gather(way):
-        notes.append(Message("deepspeed.gather-off", more=_whole_bytes(way) / GIB))
-    if vendor in ("amd", "hygon") and levers.precision == "bf16":
-        extra = 4 * levers.buckets.reduce_bucket / GIB
-        notes.append(Message("deepspeed.fp32-reduce-on-rocm", extra=extra))
-    return tuple(notes)
+    extra = 4 * levers.buckets.reduce_bucket / GIB
+    has_block = pure_16bit(levers) and levers.offload_optimizer != "none"
+    block = "deepspeed.has-optimizer-block" if has_block else "deepspeed.no-optimizer-block"
+    notes = (
+        (True, Message("deepspeed.no-checkpointing-block")),
+        (True, Message(block)),
+        (True, newer_than_known(target.deepspeed_version)),
+        (levers.stage == 3 and not _can_gather(way), Message("deepspeed.gather-off", more=_whole_bytes(way) / GIB)),
+        (on_rocm and levers.precision == "bf16", Message("deepspeed.fp32-reduce-on-rocm", extra=extra)),
+    )
+    return tuple(note for holds, note in notes if holds and note)
 
 
 def pure_16bit(levers: Levers) -> bool:
@@ -163,21 +161,6 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
     return blocks
 
 
-def _optimizer(job: Job, levers: Levers) -> Block:
-    rate, decay = learning_rate(job, levers), float(job.weight_decay)
-    if levers.optimizer == "sgd":
-        return {"type": "SGD", "params": {"lr": rate, "weight_decay": decay}}
-    if levers.optimizer != HOST_ADAM:
-        raise ConfigError(Message("deepspeed.not-its-optimizer", optimizer=levers.optimizer))
-    params: Block = {"lr": rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPS, "weight_decay": decay}
-    if levers.offload_optimizer != "none":
-        params["fp32_optimizer_states"] = not pure_16bit(levers)
-    else:
-        # torch's fused AdamW: as frugal as DeepSpeed's own, and no CUDA compiler is needed to build it
-        params |= {"torch_adam": True, "fused": True}
-    return {"type": "AdamW", "params": params}
-
-
 # --- what cannot be written ---------------------------------------------------------------------
 
 
@@ -191,11 +174,6 @@ def _keep_known(values: Block, version: str, path: str = "") -> Block:
         elif value is True and name.startswith("bf16_"):
             raise ConfigError(Message("deepspeed.pure-bf16-since", version=version))
     return kept
-
-
-def _needs_block(levers: Levers) -> bool:
-    """Moments in 16 bits on the host: nobody but DeepSpeed makes that optimizer."""
-    return pure_16bit(levers) and levers.offload_optimizer != "none"
 
 
 def _whole_bytes(way: Way) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 from tightfit.formats.dialect import Dialect, PlanFile
 from tightfit.formats.huggingface.check import DEEPSPEED_AT, IN_ANY_TRAINER, RULES, check_training_arguments, is_trls
 from tightfit.formats.huggingface.write import training_args_json, training_args_notes, transformers_wanted
-from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
+from tightfit.formats.rules import BESIDE_DEEPSPEED
 from tightfit.formats.target import Target
 from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of
 from tightfit.job.known import KnownConfig, whole
-from tightfit.job.training_arguments import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
+from tightfit.job.training import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 
@@ -47,7 +47,7 @@ DIALECT = Dialect(
     telling=("output_dir", "per_device_train_batch_size"),
     claims=is_trls,
     is_mixed=True,
-    rules=(KEY_TWICE, NOT_FINITE, JSON_COMMENTS, *BESIDE, *RULES, *IN_ANY_TRAINER),
+    rules=BESIDE_DEEPSPEED | RULES | IN_ANY_TRAINER,
     check=check_training_arguments,
     known=known,
     deepspeed_at=DEEPSPEED_AT,

@@ -31,8 +31,7 @@ from tightfit.planner.trainers import LIGER_UNDER_THE_TRAINER
 from tightfit.priced import amounts
 from tightfit.types import Checkpointing, ConfigError, Hardware, Levers, Mamba1, Mamba2, Optimizer
 
-OLDEST, NEWEST = "4.40.0", "5.22.2"
-"""The range whose sources were read."""
+OLDEST, NEWEST = "4.40.0", "5.22.2"  # the range whose sources were read
 
 _NAMES: dict[str, tuple[str, str | None]] = {
     "evaluation_strategy": ("4.0.0", "4.41.0"),  # gone in 4.51 only, but the new name is there from 4.41 on
@@ -46,8 +45,7 @@ _NAMES: dict[str, tuple[str, str | None]] = {
 }
 """The first release to write a name for, and the first that must not see it."""
 
-FSDP2_SINCE = "5.0.0"
-"""Before, the Trainer took FSDP2 from `accelerate launch` alone."""
+FSDP2_SINCE = "5.0.0"  # before, the Trainer took FSDP2 from `accelerate launch` alone
 FSDP_SWITCH_SINCE = "5.10.0"
 """From here on `fsdp` is true, and the rest stands in `fsdp_config`; before, it was a list of words."""
 
@@ -139,63 +137,58 @@ def training_args_json(plan: Plan, target: Target, deepspeed_file: str | None) -
 
 def training_args_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
-    way = require_way(plan)
-    levers, version = way.levers, target.transformers_version
-    notes = []
-    if release(version) > release(NEWEST):
-        notes.append(Message("huggingface.newer-than-known", version=version, newest=NEWEST))
-    if levers.loss == "fused":
-        if not _knows(version, "use_liger_kernel"):
-            notes.append(Message("huggingface.no-liger-switch", version=version))
-        elif not fuses(way, version):
-            notes.append(Message("huggingface.no-liger-for-model", model_type=way.shape.model_type))
-        else:
-            notes.append(Message("huggingface.liger-instead"))
-            notes += filter(None, [liger_unproven(way.hardware)])
-    if levers.checkpointing.layers and not levers.is_fsdp2:
-        notes.append(Message("huggingface.recomputes-all", layers=levers.checkpointing.layers))
-    if levers.trains != "all":
-        notes.append(Message("huggingface.trains-alone", trains=levers.trains))
-    if levers.checkpointing.offload and levers.is_fsdp2:
+    way, version, saving = require_way(plan), target.transformers_version, plan.job.saving
+    levers, knows_liger = way.levers, _knows(version, "use_liger_kernel")
+    fused, offloads, scans = levers.loss == "fused", levers.checkpointing.offload, _scans(way)
+    if offloads and levers.is_fsdp2:
         need = _required_bytes(way, replace(levers, checkpointing=Checkpointing(layers=None)))
-        notes.append(Message("huggingface.input-offload-by-accelerate", need=amounts(need)[0]))
-    elif levers.checkpointing.offload:
-        notes.append(Message("huggingface.no-input-offload"))
-    if _scans(way) and levers.scan == "tightfit":
-        notes.append(Message("huggingface.no-tightfit-scan"))
-    elif _scans(way):
-        notes.append(Message("huggingface.other-scan", scan=levers.scan))
-    notes += _needs(way, version)
-    if levers.is_fsdp2 and release(version) < release(FSDP2_SINCE):
-        notes.append(Message("huggingface.fsdp2-by-accelerate", version=version))
-    if way.skips_long:
-        notes.append(Message("huggingface.filter-long", sequence=levers.sequence))
-    if plan.job.saving.every_minutes is not None:
-        notes.append(Message("huggingface.saves-by-steps", steps=save_steps(plan.job)))
-    if plan.job.saving.keep_every is not None:
-        notes.append(Message("huggingface.keeps-newest"))
-    if plan.job.timeout is not None:
-        notes.append(Message("huggingface.no-time-limit", timeout=plan.job.timeout))
-    return tuple(notes)
+        no_offload = Message("huggingface.input-offload-by-accelerate", need=amounts(need)[0])
+    else:
+        no_offload = Message("huggingface.no-input-offload")
+    notes = (
+        (release(version) > release(NEWEST), Message("huggingface.newer-than-known", version=version, newest=NEWEST)),
+        (fused and not knows_liger, Message("huggingface.no-liger-switch", version=version)),
+        (
+            fused and knows_liger and not fuses(way, version),
+            Message("huggingface.no-liger-for-model", model_type=way.shape.model_type),
+        ),
+        (fuses(way, version), Message("huggingface.liger-instead")),
+        (fuses(way, version), liger_unproven(way.hardware)),
+        (
+            levers.checkpointing.layers and not levers.is_fsdp2,
+            Message("huggingface.recomputes-all", layers=levers.checkpointing.layers),
+        ),
+        (levers.trains != "all", Message("huggingface.trains-alone", trains=levers.trains)),
+        (offloads, no_offload),
+        (scans and levers.scan == "tightfit", Message("huggingface.no-tightfit-scan")),
+        (scans and levers.scan != "tightfit", Message("huggingface.other-scan", scan=levers.scan)),
+        (True, _needs(way, version)),
+        (
+            levers.is_fsdp2 and release(version) < release(FSDP2_SINCE),
+            Message("huggingface.fsdp2-by-accelerate", version=version),
+        ),
+        (way.skips_long, Message("huggingface.filter-long", sequence=levers.sequence)),
+        (saving.every_minutes is not None, Message("huggingface.saves-by-steps", steps=save_steps(plan.job))),
+        (saving.keep_every is not None, Message("huggingface.keeps-newest")),
+        (plan.job.timeout is not None, Message("huggingface.no-time-limit", timeout=plan.job.timeout)),
+    )
+    return tuple(note for holds, note in notes if holds and note)
 
 
-def _needs(way: Way, version: str) -> list[Message]:
+def _needs(way: Way, version: str) -> Message | None:
     """What a GPU holds under the Trainer, where that is more than the plan says."""
-    levers, card = way.levers, way.hardware.gpu.memory_bytes
-    needs = {}
+    levers, card, needs = way.levers, way.hardware.gpu.memory_bytes, {}
+    offloads = levers.checkpointing.offload and levers.is_fsdp2
     for scan in ("official", "torch") if _scans(way) else (levers.scan,):
         run = replace(
             levers,
             loss=levers.loss if fuses(way, version) else "plain",
-            checkpointing=Checkpointing(
-                layers=None if all_or_none(way) else 0,
-                offload=levers.checkpointing.offload and levers.is_fsdp2,
-            ),
+            checkpointing=Checkpointing(layers=None if all_or_none(way) else 0, offload=offloads),
             scan=scan,
         )
         needs[scan] = _required_bytes(way, run)
     if max(needs.values()) <= way.footprint.gpu.required_bytes:
-        return []
+        return None
     planned, size = amounts(way.footprint.gpu.required_bytes, card)
     ids = {"official": "huggingface.gib-official", "torch": "huggingface.gib-plain"} if len(needs) > 1 else {}
     each = [
@@ -203,8 +196,8 @@ def _needs(way: Way, version: str) -> list[Message]:
         for scan, need in needs.items()
     ]
     if len(each) == 1:
-        return [Message("huggingface.trainer-needs", need=each[0], planned=planned, size=size)]
-    return [Message("huggingface.trainer-needs-two", first=each[0], second=each[1], planned=planned, size=size)]
+        return Message("huggingface.trainer-needs", need=each[0], planned=planned, size=size)
+    return Message("huggingface.trainer-needs-two", first=each[0], second=each[1], planned=planned, size=size)
 
 
 def say_need(need: Message, *, fits: bool) -> Message:

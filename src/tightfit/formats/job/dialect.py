@@ -9,8 +9,7 @@ from typing import Any
 
 from tightfit.formats.dialect import Dialect
 from tightfit.formats.document import Document
-from tightfit.formats.rules import JSON_COMMENTS, KEY_TWICE, rules
-from tightfit.formats.sheet import Sheet
+from tightfit.formats.rules import Sheet, rules
 from tightfit.formats.worker.read import is_workers
 from tightfit.job import Job
 from tightfit.job.fields import job_fields
@@ -42,11 +41,7 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
     )
 
 
-RULES = rules(
-    ("job-refused", "error", "whatever a plan would refuse"),
-    ("job-generated", "note", "our worker's config, which a plan wrote: nothing to lint"),
-    ("job-said", "note", "what was understood from another form of job file"),
-)
+RULES = rules("key-twice! json-comments! job-refused! job-generated. job-said.")
 
 
 _WITH_HINT = ("inputs.must-be", "inputs.unknown-word", "job.unknown-field")
@@ -140,7 +135,7 @@ DIALECT = Dialect(
     keys=frozenset(field.name for field in fields(Job)) | set(MARKS),
     telling=("hardware", "effective_batch", "levers", "limits", "training", "saving", "preset"),
     hinting=("model",),
-    rules=(KEY_TWICE, JSON_COMMENTS, *RULES),
+    rules=RULES,
     check=check_job,
     known=known,
 )

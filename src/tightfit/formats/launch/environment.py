@@ -7,8 +7,7 @@ misses a variable finds the reason. Values are shell text: some are only known o
 
 from __future__ import annotations
 
-from tightfit.formats.dialect import Variable
-from tightfit.formats.registry import launchers
+from tightfit.formats.dialect import Variable, launchers
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import require_way
 from tightfit.messages import Message
@@ -16,8 +15,7 @@ from tightfit.planner.plan import Plan
 from tightfit.planner.trainers import STARTS
 from tightfit.types import ConfigError, Vendor
 
-HIP = ("amd", "hygon")
-"""The vendors whose cards torch reaches through HIP."""
+HIP = ("amd", "hygon")  # the vendors whose cards torch reaches through HIP
 
 
 def launcher_of(plan: Plan, target: Target) -> str:

@@ -25,10 +25,9 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import PurePosixPath
 
-from tightfit.formats.dialect import Variable
+from tightfit.formats.dialect import Variable, launchers
 from tightfit.formats.launch.environment import HIP, environment, gpu_ids_of, launcher_of, obeys_visible
 from tightfit.formats.llamafactory.write import DATASET_INFO, PLACEHOLDER_DATA, listed, names_a_file
-from tightfit.formats.registry import launchers
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import require_way, time_limit_s, untrained
 from tightfit.messages import Message, Said, end_sentence, text
@@ -161,12 +160,9 @@ def _visible(plan: Plan) -> Iterator[str]:
 # SLURM copies the script away before it runs it, so unlike `launch.sh` it cannot look where it lies: it runs in the
 # folder that it was submitted from.
 
-_GRACE_S = 1800
-"""What SLURM adds to the job's own limit, so that the run can save and end by itself."""
-_WARNING_S = 300
-"""How long before its limit SLURM asks for a checkpoint, beside the steps that may have to end first."""
-_LONGEST_WARNING_S = 65_535
-"""What `--signal` takes."""
+_GRACE_S = 1800  # what SLURM adds to the job's own limit, so that the run can save and end by itself
+_WARNING_S = 300  # how long before its limit SLURM asks for a checkpoint, beside the steps that may have to end first
+_LONGEST_WARNING_S = 65_535  # what `--signal` takes
 
 
 def slurm_sbatch(plan: Plan, target: Target) -> str:

@@ -6,57 +6,22 @@ LLaMA-Factory does check much, but only after the launcher has started a process
 from __future__ import annotations
 
 from tightfit.formats.deepspeed.check import stage_of
-from tightfit.formats.huggingface.check import (
-    EVALUATION_STRATEGY_GONE,
-    FRACTIONS,
-    SWITCHES,
-    WHOLE,
-    check_deepspeed_pair,
-    check_gone,
-    check_together,
-    check_values,
-    meant_by_llamafactory,
-)
-from tightfit.formats.llamafactory.keys import (
-    BROKEN_JSON_SINCE,
-    KNOWN,
-    LLAMAFACTORY_ADDED,
-    LLAMAFACTORY_GONE,
-    OMEGACONF_SINCE,
-    templates,
-)
-from tightfit.formats.rules import rules
-from tightfit.formats.sheet import DELETE, KEEP_ONE, Sheet, propose
+from tightfit.formats.huggingface import check as arguments
+from tightfit.formats.llamafactory.keys import LLAMAFACTORY_ADDED, LLAMAFACTORY_GONE, MARKS, MEGATRONS, templates
+from tightfit.formats.rules import DELETE, KEEP_ONE, Sheet, propose, rules
 from tightfit.inputs.spelling import find_slip, listed, nearest, shown
 from tightfit.inputs.versions import release
 from tightfit.messages import Choice, Listing, Message
 
-OWN_WHOLE = frozenset(
-    """cutoff_len max_samples preprocessing_batch_size preprocessing_num_workers buffer_size lora_rank lora_alpha
-    quantization_bit freeze_trainable_layers galore_rank galore_update_interval apollo_rank apollo_update_interval
-    image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_maxlen""".split()
-)
-OWN_FRACTIONS = frozenset("val_size lora_dropout pref_beta pref_ftx loraplus_lr_ratio galore_scale".split())
-OWN_SWITCHES = frozenset(
-    """packing neat_packing streaming train_on_prompt mask_history pure_bf16 plot_loss use_unsloth use_unsloth_gc
-    disable_gradient_checkpointing enable_liger_kernel upcast_layernorm double_quantization trust_remote_code
-    overwrite_cache overwrite_output_dir""".split()
-)
-
+OMEGACONF_SINCE = "0.9.4"
+"""From here on LLaMA-Factory reads YAML with OmegaConf, for which `1e-4` is a number; before, with PyYAML."""
+BROKEN_JSON_SINCE = "0.9.5"  # from here on `llamafactory-cli train FILE.json` dies in `json.load` of a path
 _METHODS = ("lora", "oft", "freeze", "full")
 _LORA_KEYS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target")
 _LORA_ONLY = ("loraplus_lr_ratio", "use_rslora", "use_dora", "pissa_init")
 _BITS = {"bnb": (4, 8), "bitsandbytes": (4, 8), "hqq": (1, 2, 3, 4, 5, 6, 8), "eetq": (8,)}
 _ATTENTION = ("auto", "disabled", "sdpa", "fa2", "fa3")
 _TRAINS = ("dataset", "per_device_train_batch_size", "learning_rate", "num_train_epochs")
-_MEGATRONS = frozenset(
-    """apply_rope_fusion bias_activation_fusion context_parallel_size expert_model_parallel_size export_hf_on_finish
-    mixed_precision moe_grouped_gemm moe_token_dispatcher_type overlap_grad_reduce overlap_param_gather
-    pipeline_model_parallel_size recompute_granularity recompute_method recompute_num_layers sequence_parallel
-    tensor_model_parallel_size use_distributed_optimizer use_packed_sequences virtual_pipeline_model_parallel_size
-    expert_tensor_parallel_size moe_aux_loss_coeff moe_router_load_balancing_type""".split()
-)
-"""What LLaMA-Factory hands on to Megatron, where it is started with USE_MCA=1 or USE_MEGATRON_BRIDGE=1."""
 _CHAT_STAGES = ("sft", "dpo", "kto", "rm", "ppo")
 
 
@@ -68,7 +33,7 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     if sheet.document.syntax != "yaml" and release(version) >= release(BROKEN_JSON_SINCE):
         sheet.note("lf-json-file", "", "llamafactory.cannot-read-json", "llamafactory.write-yaml", version=version)
     megatron = any(key.endswith("_model_parallel_size") for key in sheet.document.values)
-    since = {key: first for first, keys in LLAMAFACTORY_ADDED.items() for key in keys.split()}
+    since = {key: first for first, keys in LLAMAFACTORY_ADDED.items() for key in keys}
     for key, value in sheet.document.values.items():
         if key in LLAMAFACTORY_GONE:
             gone, instead = LLAMAFACTORY_GONE[key]
@@ -78,38 +43,26 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
         elif key in since and release(version) < release(since[key]):
             what = Message("llamafactory.not-yet", version=version, key=key)
             sheet.say("lf-version", key, what, Message("llamafactory.delete-or-newer", since=since[key]))
-        elif key not in KNOWN:
-            if key in _MEGATRONS and megatron:
+        elif key not in MARKS:
+            if key in MEGATRONS and megatron:
                 continue
-            close = find_slip(key, KNOWN)
-            fix = meant_by_llamafactory(key, value) or (propose(close) if close else None)
+            close = find_slip(key, MARKS)
+            fix = arguments.meant_by_llamafactory(key, value) or (propose(close) if close else None)
             if fix:
                 sheet.note("lf-unknown", key, "llamafactory.unknown-key", fix, key=key)
             else:
                 sheet.note("lf-foreign", key, "llamafactory.foreign-key", "llamafactory.delete-unless-yours", key=key)
-    check_values(
-        sheet,
-        WHOLE | OWN_WHOLE,
-        FRACTIONS | OWN_FRACTIONS,
-        SWITCHES | OWN_SWITCHES,
-        exponents_are_numbers=release(version) >= release(OMEGACONF_SINCE),
-    )
+    arguments.check_values(sheet, MARKS, exponents_are_numbers=release(version) >= release(OMEGACONF_SINCE))
     # LLaMA-Factory holds transformers back, so that of the older fields only this one is surely gone.
     if release(version) >= release("0.9.3"):
-        check_gone(sheet, EVALUATION_STRATEGY_GONE)
-    check_together(sheet)
+        arguments.check_gone(sheet, arguments.EVALUATION_STRATEGY_GONE)
+    arguments.check_together(sheet)
     name, known = sheet.get("template"), templates(version)
     if isinstance(name, str):
         if known is not None and name not in known:
             close = "deepseek3" if name == "deepseekr1" else nearest(name, known)
-            sheet.note(
-                "lf-template",
-                "template",
-                "llamafactory.no-template",
-                propose(close) if close else Message("llamafactory.take-models-template"),
-                version=version,
-                name=shown(name),
-            )
+            fix = propose(close) if close else Message("llamafactory.take-models-template")
+            sheet.note("lf-template", "template", "llamafactory.no-template", fix, version=version, name=shown(name))
         model = str(sheet.get("model_name_or_path") or "")
         if "DeepSeek-R1-Distill" in model and name == "deepseek3" and release(version) >= release("0.9.3"):
             sheet.note("lf-reasoning-template", "template", "llamafactory.distilled-template", propose("deepseekr1"))
@@ -133,29 +86,20 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
         if sheet.on("do_train") and (sheet.number("max_steps") or -1) < 1:
             sheet.note("lf-streaming", "streaming", "llamafactory.stream-needs-steps", propose("max_steps"))
         if sheet.get("max_samples") is not None:
-            sheet.note(
-                "lf-streaming", "max_samples", "llamafactory.stream-max-samples", "llamafactory.delete-or-streaming"
-            )
+            fix = Message("llamafactory.delete-or-streaming")
+            sheet.note("lf-streaming", "max_samples", "llamafactory.stream-max-samples", fix)
         if 1e-6 < split < 1:
             sheet.note("lf-streaming", "val_size", "llamafactory.stream-share", "llamafactory.write-samples")
     _check_method(sheet)
     attention = sheet.get("flash_attn")
     if attention is not None and attention not in _ATTENTION:
-        is_bare = isinstance(attention, bool)
-        what = Message(
-            "llamafactory.bare-attention" if is_bare else "llamafactory.refuses-attention", attention=shown(attention)
-        )
-        right = {"False": "disabled", "off": "disabled", "True": "fa2"}.get(
-            str(attention), Choice(("auto", "sdpa", "fa2", "disabled"))
-        )
-        sheet.say("lf-attention", "flash_attn", what, propose(right))
+        is_bare, words = isinstance(attention, bool), {"False": "disabled", "off": "disabled", "True": "fa2"}
+        said = "llamafactory.bare-attention" if is_bare else "llamafactory.refuses-attention"
+        right = words.get(str(attention)) or Choice(("auto", "sdpa", "fa2", "disabled"))
+        sheet.say("lf-attention", "flash_attn", Message(said, attention=shown(attention)), propose(right))
     if sheet.get("gradient_checkpointing") is False and not sheet.on("disable_gradient_checkpointing"):
-        sheet.note(
-            "lf-checkpointing",
-            "gradient_checkpointing",
-            "llamafactory.switches-on",
-            propose("disable_gradient_checkpointing: true"),
-        )
+        fix = propose("disable_gradient_checkpointing: true")
+        sheet.note("lf-checkpointing", "gradient_checkpointing", "llamafactory.switches-on", fix)
     if sheet.on("packing") and not sheet.on("neat_packing") and (sheet.get("stage") or "sft") == "sft":
         sheet.note("lf-packing", "packing", "llamafactory.packed-see-each-other", "llamafactory.write-neat")
     if sheet.on("neat_packing") and (sheet.get("stage") or "sft") != "sft":
@@ -163,7 +107,7 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     if sheet.get("deepspeed") and sheet.world == 1:
         what = Message("llamafactory.one-gpu-no-torchrun")
         sheet.say("lf-force-torchrun", "deepspeed", what, Message("llamafactory.use-force-torchrun"))
-    deepspeed = check_deepspeed_pair(sheet)
+    deepspeed = arguments.check_deepspeed_pair(sheet)
     # LLaMA-Factory's own list of what does not go together. None: FSDP, or neither
     stage3 = deepspeed is not None and stage_of(deepspeed) == 3
     fsdp = bool(sheet.get("fsdp"))
@@ -214,10 +158,8 @@ def _check_method(sheet: Sheet) -> None:
         sheet.say("lf-method", "adapter_name_or_path", what, propose("finetuning_type: lora"))
     heavy = [key for key in ("use_galore", "use_apollo", "use_badam") if sheet.on(key)]
     if heavy and (method == "lora" or len(heavy) > 1):
-        what = Message(
-            "llamafactory.refuses-with-lora" if method == "lora" else "llamafactory.refuses-together",
-            keys=Listing(heavy, "and"),
-        )
+        said = "llamafactory.refuses-with-lora" if method == "lora" else "llamafactory.refuses-together"
+        what = Message(said, keys=Listing(heavy, "and"))
         sheet.say("lf-method", heavy[0], what, Message("llamafactory.keep-one-full"))
     if method == "lora" and sheet.has("lora_rank") and not sheet.get("lora_alpha"):
         what = Message("llamafactory.alpha-left-out", value=2 * (sheet.number("lora_rank") or 8))
@@ -248,26 +190,8 @@ _ZERO3_REFUSES = {
 
 
 RULES = rules(
-    ("lf-unknown", "error", "a misspelt key, or another trainer's (`lora_r`): refused"),
-    ("lf-foreign", "warning", "a key that we do not know and that resembles none"),
-    ("lf-version", "error", "a key that this release does not take"),
-    ("lf-json-file", "error", "a JSON file, which 0.9.5 cannot read"),
-    ("lf-template", "error", "a chat template that this release does not have"),
-    ("lf-reasoning-template", "warning", "a DeepSeek-R1 distillation under the template of another release"),
-    ("lf-no-template", "warning", "supervised training without a template"),
-    ("lf-not-training", "error", "no `do_train`: the model is loaded and nothing is trained"),
-    ("lf-no-dataset", "error", "training without a data set"),
-    ("lf-evaluation", "error", "evaluation without data, or data and `val_size` together"),
-    ("lf-streaming", "error", "streaming without `max_steps`, or with what it refuses"),
-    ("lf-quantization", "error", "quantisation that the method or the library refuses"),
-    ("lf-method-keys", "warning", "keys of LoRA where no LoRA is trained: no effect"),
-    ("lf-method", "error", "a method, or a combination of methods, that is refused"),
-    ("lf-attention", "error", "a `flash_attn` that does not exist (a bare `off` is false)"),
-    ("lf-checkpointing", "warning", "`gradient_checkpointing: false`: no effect"),
-    ("lf-lora-alpha", "note", "no `lora_alpha`: twice the rank"),
-    ("lf-packing", "note", "`packing` without `neat_packing`: packed samples see each other"),
-    ("lf-force-torchrun", "note", "DeepSpeed on one GPU: needs FORCE_TORCHRUN=1"),
-    ("pair-quantization", "error", "quantisation that LLaMA-Factory refuses under ZeRO-3 or FSDP"),
-    ("pair-zero3", "error", "what LLaMA-Factory refuses under ZeRO-3 (`pure_bf16`, Unsloth, PiSSA …)"),
-    ("pair-deepspeed", "error", "what LLaMA-Factory refuses under DeepSpeed (GaLore, APOLLO, BAdam)"),
+    """lf-unknown! lf-foreign? lf-version! lf-json-file! lf-template! lf-reasoning-template? lf-no-template?
+    lf-not-training! lf-no-dataset! lf-evaluation! lf-streaming! lf-quantization! lf-method-keys? lf-method!
+    lf-attention! lf-checkpointing? lf-lora-alpha. lf-packing. lf-force-torchrun. pair-quantization! pair-zero3!
+    pair-deepspeed!"""
 )

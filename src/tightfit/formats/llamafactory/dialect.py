@@ -19,7 +19,7 @@ from tightfit.formats.llamafactory.write import (
     llamafactory_yaml,
     names_its_data,
 )
-from tightfit.formats.rules import BESIDE, JSON_COMMENTS, KEY_TWICE, NOT_FINITE
+from tightfit.formats.rules import BESIDE_DEEPSPEED
 from tightfit.formats.target import Target
 from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of, require_way
@@ -100,7 +100,7 @@ DIALECT = Dialect(
     telling=("finetuning_type", "template", "cutoff_len", "stage", "dataset", "model_name_or_path"),
     extends="huggingface",
     is_mixed=True,
-    rules=(KEY_TWICE, NOT_FINITE, JSON_COMMENTS, *BESIDE, *RULES, *IN_ANY_TRAINER),
+    rules=BESIDE_DEEPSPEED | RULES | IN_ANY_TRAINER,
     check=check_llamafactory,
     known=known,
     deepspeed_at=DEEPSPEED_AT,

@@ -1,34 +1,37 @@
-"""The door for a LLaMA-Factory YAML: what it would train, in tightfit's words, or one clear sentence.
+"""The door for a LLaMA-Factory YAML: what it would train, in tightfit's words, or one clear sentence; and the same as a
+job, for `tightfit plan FILE.yaml`.
 
-LLaMA-Factory is a trainer of its own: it takes every field of transformers' TrainingArguments beside
-its own, brings defaults that differ from both (LoRA on every linear layer, gradient checkpointing on),
-and casts what trains to fp32 unless `pure_bf16` says no. Those defaults are applied here, so that the
-estimate is of the run that `llamafactory-cli train` would start.
+LLaMA-Factory is a trainer of its own: it takes every field of transformers' TrainingArguments beside its own, brings
+defaults that differ from both (LoRA on every linear layer, gradient checkpointing on), and casts what trains to fp32
+unless `pure_bf16` says no. Those defaults are applied here, so that the estimate is of the run that `llamafactory-cli
+train` would start.
 
-A key that is almost a known one is refused, as LLaMA-Factory would do. A key that resembles nothing is
-kept in `ignored`: it may belong to a newer release. Numbers are read as OmegaConf reads them, so
-`1e-4`, which plain YAML takes for text, is a number. What would change the memory and cannot be priced
-yet is an error; what changes it a little is a sentence in `because`.
+A key that is almost a known one is refused, as LLaMA-Factory would do. A key that resembles nothing is kept in
+`ignored`: it may belong to a newer release. Numbers are read as OmegaConf reads them, so `1e-4`, which plain YAML takes
+for text, is a number. What would change the memory and cannot be priced yet is an error; what changes it a little is a
+sentence in `because`.
+
+Of a job, what changes the result is taken over. How it is computed (DeepSpeed file, kernels, checkpointing, how the
+batch is split) is what a plan chooses, so those keys are left aside, and the plan says which. What a LLaMA-Factory run
+has no field of ours for is named too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, get_args
 
 from tightfit.formats.deepspeed.read import DeepSpeedSettings
-from tightfit.formats.llamafactory.keys import KNOWN
+from tightfit.formats.llamafactory.keys import CHOSEN, FIELD_OF, KNOWN, READ
 from tightfit.inputs.flags import LEVERS
-from tightfit.inputs.spelling import Fields, nearest, read_text, shown, unknown_key
-from tightfit.job.training_arguments import (
-    OPTIMIZERS,
-    UNPRICED_OPTIMIZERS,
-)
-from tightfit.messages import Choice, Message
+from tightfit.inputs.spelling import Fields, nearest, shown, unknown_key
+from tightfit.job import Job, Schedule
+from tightfit.job.fields import Source, job_from_tree
+from tightfit.job.text import JobText
+from tightfit.job.training import OPTIMIZERS, UNPRICED_OPTIMIZERS
+from tightfit.messages import Choice, Message, Said
 from tightfit.types import (
     ZERO3,
     AttentionKernel,
@@ -36,7 +39,6 @@ from tightfit.types import (
     ConfigError,
     Levers,
     Lora,
-    Loss,
     Method,
     Optimizer,
     Precision,
@@ -63,69 +65,22 @@ class LlamaFactorySettings:
     """What a LLaMA-Factory file trains, its defaults applied."""
 
     file: str
-    model: str
-    """`model_name_or_path`: a Hugging Face id or a folder."""
-    method: Method
-    lora: Lora | None
-    trainable_layers: int | None
-    """For `finetuning_type: freeze`: the uppermost layers, which alone train."""
-    sequence: int
-    micro_batch: int
-    accumulation: int
-    precision: Precision
-    master_weights: bool
-    optimizer: Optimizer
-    attention: AttentionKernel
-    packed: bool
-    """`neat_packing`: documents in one sequence are kept apart. Those of plain `packing` see each other."""
-    padded: bool
-    """Rows are padded, and attention gets a mask for it: without packing of either kind."""
-    loss: Loss
-    checkpointing: Checkpointing
+    model: str  # `model_name_or_path`: a Hugging Face id or a folder
+    levers: Levers  # as its YAML alone would have it: unsharded
+    trainable_layers: int | None  # for `finetuning_type: freeze`: the uppermost layers, which alone train
     max_grad_norm: float
-    dataloader_workers: int
     deepspeed: Path | None
-    ignored: tuple[str, ...]
-    """Keys that we do not know, in the order of the file."""
-    because: tuple[Message, ...]
-    """What is to be said of the training that it describes."""
-    computing_because: tuple[Message, ...]
-    """Likewise of how it is computed, which a plan chooses anew."""
+    ignored: tuple[str, ...]  # keys that we do not know, in the order of the file
+    because: tuple[Message, ...]  # what is to be said of the training that it describes
+    computing_because: tuple[Message, ...]  # likewise of how it is computed, which a plan chooses anew
 
 
-def read_llamafactory(path: str | Path) -> LlamaFactorySettings:
-    """Read a LLaMA-Factory YAML. Its DeepSpeed file is found, and left to `read_deepspeed`."""
-    path = Path(path)
-    text = read_text(path, "YAML")
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else None
-        problem = error.problem or error.context
-        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=line)) from None
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError) as error:
-        # PyYAML lets dates, numbers and keys that Python cannot hold fall through as plain errors.
-        problem = (str(error) or "unreadable").splitlines()[0]
-        raise ConfigError(Message("llamafactory.no-yaml", file=path.name, problem=problem, line=None)) from None
-    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(Message("llamafactory.no-lines", name=path.name))
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in seen:
-                raise ConfigError(Message("llamafactory.key-twice", value=shown(key.value), name=path.name))
-            seen.add(key.value)
-    return settings_from(values, path)
-
-
-def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings:
-    """The same of a file that was parsed already."""
+def settings_from(file: JobText) -> LlamaFactorySettings:
+    """What a LLaMA-Factory YAML says. Its DeepSpeed file is found, and left to `read_deepspeed`."""
+    values, path = file.values, file.path
     said = Fields(values=values, file=path.name, text_numbers=True)
     ignored: list[str] = []  # they resemble nothing: one that is almost right is an error
     for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(Message("llamafactory.not-a-key", key=shown(key), file=path.name))
         if key not in KNOWN:
             if nearest(key, KNOWN, cutoff=0.8):
                 raise unknown_key(key, KNOWN, path.name, aside=str(Message("llamafactory.would-refuse")))
@@ -153,9 +108,9 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
     asked = said.switch("packing")
     lora = layers = None
     if method != "full":
-        rank, targets = said.integer("lora_rank", least=1) or 8, _names(said, "lora_target")
+        targets = _names(said, "lora_target")
         lora = Lora(
-            rank=rank,
+            rank=said.integer("lora_rank", least=1) or 8,
             targets=None if targets in ((), ("all",)) else targets,
             dtype="bf16" if pure else "fp32",
             dropout=said.number("lora_dropout", most=1.0) or 0.0,
@@ -168,12 +123,10 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
         if _names(said, "freeze_trainable_modules") not in ((), ("all",)) or said.says("freeze_extra_modules"):
             because.append(Message("llamafactory.trains-modules", file=said.file))
         because.append(Message("llamafactory.freezes-head", file=said.file))
-    return LlamaFactorySettings(
-        file=path.name,
-        model=model,
+    norm = said.number("max_grad_norm")
+    levers = Levers(
         method=method,
         lora=lora,
-        trainable_layers=layers,
         sequence=said.integer("cutoff_len", least=1, most=LEVERS["seq"].most) or 2048,
         micro_batch=said.integer("per_device_train_batch_size", least=1, most=LEVERS["micro_batch"].most) or 8,
         accumulation=said.integer("gradient_accumulation_steps", least=1, most=LEVERS["accum"].most) or 1,
@@ -181,12 +134,20 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
         master_weights=not pure,
         optimizer=_optimizer(said),
         attention=_attention(said),
-        packed=bool(said.switch("neat_packing")),
+        packed=bool(said.switch("neat_packing")),  # documents of plain `packing` see each other
         padded=not ((said.values.get("stage") == "pt" if asked is None else asked) or said.switch("neat_packing")),
         loss="fused" if said.switch("enable_liger_kernel") or said.switch("use_liger_kernel") else "plain",
         checkpointing=_checkpointing(said, computing_because),
-        max_grad_norm=1.0 if (norm := said.number("max_grad_norm")) is None else norm,
+        gradient_clipping=norm is None or norm > 0,
         dataloader_workers=said.integer("dataloader_num_workers") or 0,
+        trainer="llamafactory",
+    )
+    return LlamaFactorySettings(
+        file=path.name,
+        model=model,
+        levers=levers,
+        trainable_layers=layers,
+        max_grad_norm=1.0 if norm is None else norm,
         deepspeed=deepspeed,
         ignored=tuple(ignored),
         because=tuple(because),
@@ -194,69 +155,31 @@ def settings_from(values: Mapping[Any, Any], path: Path) -> LlamaFactorySettings
     )
 
 
-def to_levers(settings: LlamaFactorySettings, base: Levers, *, n_layers: int | None = None) -> Levers:
-    """The base with what the YAML says. `n_layers`, the model's depth, is needed for `freeze` only."""
-    frozen = 0
-    if settings.trainable_layers is not None:
-        if n_layers is None:
-            raise ConfigError(Message("llamafactory.freeze-needs-layers", file=settings.file))
-        frozen = max(0, n_layers - settings.trainable_layers)
-    return replace(
-        base,
-        method=settings.method,
-        engine="zero0",
-        sequence=settings.sequence,
-        micro_batch=settings.micro_batch,
-        accumulation=settings.accumulation,
-        precision=settings.precision,
-        optimizer=settings.optimizer,
-        master_weights=settings.master_weights,
-        offload_optimizer="none",
-        offload_param="none",
-        checkpointing=settings.checkpointing,
-        loss=settings.loss,
-        attention=settings.attention,
-        packed=settings.packed,
-        padded=settings.padded,
-        trainer="llamafactory",
-        lora=settings.lora,
-        frozen_layers=frozen,
-        gradient_clipping=settings.max_grad_norm > 0,
-        dataloader_workers=settings.dataloader_workers,
-    )
+def to_levers(settings: LlamaFactorySettings, n_layers: int, deepspeed_version: str) -> Levers:
+    """The levers of a model that has so many layers."""
+    trained = n_layers if settings.trainable_layers is None else settings.trainable_layers
+    return replace(settings.levers, frozen_layers=max(0, n_layers - trained), deepspeed_version=deepspeed_version)
 
 
 def check_deepspeed(settings: LlamaFactorySettings, deepspeed: DeepSpeedSettings) -> None:
     """Raise where the YAML and its DeepSpeed file contradict each other, as the Hugging Face layer would."""
+    ours, the_precision = settings.levers, Message("llamafactory.the-precision")
     pairs = (
-        ("per_device_train_batch_size", settings.micro_batch, "train_micro_batch_size_per_gpu", deepspeed.micro_batch),
-        ("gradient_accumulation_steps", settings.accumulation, "gradient_accumulation_steps", deepspeed.accumulation),
+        ("per_device_train_batch_size", ours.micro_batch, "train_micro_batch_size_per_gpu", deepspeed.micro_batch),
+        ("gradient_accumulation_steps", ours.accumulation, "gradient_accumulation_steps", deepspeed.accumulation),
         ("max_grad_norm", settings.max_grad_norm, "gradient_clipping", deepspeed.gradient_clipping),
-        (
-            Message("llamafactory.the-precision"),
-            settings.precision,
-            Message("llamafactory.the-precision"),
-            deepspeed.precision,
-        ),
+        (the_precision, ours.precision, the_precision, deepspeed.precision),
     )
-    for ours, value, theirs, other in pairs:
+    files = {"file": settings.file, "other_file": deepspeed.file}
+    for key, value, theirs, other in pairs:
         if other is not None and other != value:
-            raise ConfigError(
-                Message(
-                    "llamafactory.contradicts",
-                    ours=ours,
-                    value=value,
-                    file=settings.file,
-                    theirs=theirs,
-                    other=other,
-                    other_file=deepspeed.file,
-                )
-            )
-    if deepspeed.engine == ZERO3 and not settings.master_weights:
-        raise ConfigError(Message("llamafactory.pure-with-zero3", file=settings.file, other_file=deepspeed.file))
+            said = Message("llamafactory.contradicts", ours=key, value=value, theirs=theirs, other=other, **files)
+            raise ConfigError(said)
+    if deepspeed.engine == ZERO3 and not ours.master_weights:
+        raise ConfigError(Message("llamafactory.pure-with-zero3", **files))
 
 
-# --- the file -----------------------------------------------------------------------------------
+# --- the fields ---------------------------------------------------------------------------------
 
 
 def _deepspeed(said: Fields, path: Path) -> Path | None:
@@ -274,9 +197,6 @@ def _deepspeed(said: Fields, path: Path) -> Path | None:
     if found is None:
         raise ConfigError(Message("llamafactory.deepspeed-missing", file=said.file, name=shown(name)))
     return found
-
-
-# --- the fields ---------------------------------------------------------------------------------
 
 
 def _check_priced(said: Fields, because: list[Message]) -> None:
@@ -368,3 +288,146 @@ def _checkpointing(said: Fields, because: list[Message]) -> Checkpointing:
     if hugging_face is False:
         because.append(Message("llamafactory.checkpointing-no-effect", file=said.file))
     return Checkpointing(layers=None, offload=bool(said.switch("use_unsloth_gc")))
+
+
+# --- as a job -----------------------------------------------------------------------------------
+
+PLACES = ("model_name_or_path", "adapter_name_or_path", "dataset_dir", "media_dir", "tokenized_path")
+"""The keys that may name something on this machine."""
+DATA = frozenset(("dataset", "dataset_dir"))
+DATA_FOLDER, DATA_LIST = "data", "dataset_info.json"
+"""Where LLaMA-Factory looks for its data sets, where nothing is said, and the file there that lists them."""
+
+USUAL_EPOCHS = 3.0
+USUAL: Mapping[str, Any] = {"learning_rate": 5e-5, "schedule": "linear", "warmup": 0}
+"""What Hugging Face's trainer takes where nothing is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaFactoryJob:
+    """Such a file in our words."""
+
+    settings: LlamaFactorySettings
+    job: Job
+    tree: Mapping[str, Any]  # the fields of the job that the file sets
+    said: tuple[Said, ...]
+    batch_per_gpu: int  # sequences a step of one GPU: micro batch × accumulation
+
+
+def llamafactory_job_from(file: JobText, model: str | None, *, stays: bool = False) -> LlamaFactoryJob:
+    """Such a file as a job. `model`: what a flag says, which wins. `stays`: LLaMA-Factory will run it, so that its
+    kernels are kept, and so is what we have no field for."""
+    path, written = file.path, file.tree
+    settings = settings_from(file)
+    tree, names = _tree(settings, written)
+    tree["model"] = model or settings.model
+    if settings.trainable_layers is not None:
+        from tightfit.model.load import load_model
+
+        tree["frozen_layers"] = max(0, load_model(tree["model"]).n_layers - settings.trainable_layers)
+    # the kernels that it names, which are its author's choice
+    if stays and settings.levers.loss == "fused":
+        tree.setdefault("levers", {})["loss"] = "fused"
+    if stays and written.get("flash_attn", "auto") != "auto":
+        tree.setdefault("levers", {})["attention"] = settings.levers.attention
+    job, _ = job_from_tree(tree, Source(file=path.name, names=names, kind="yaml"))
+    taken = {*READ, *names.values(), *(DATA if "path" in tree.get("data", {}) else ())}
+    chosen = [key for key in written if key in CHOSEN]
+    rest = [key for key in written if key not in taken and key not in CHOSEN]
+    aside = []
+    if chosen and not stays:
+        aside.append(Message("llamafactory.chooses-anew", file=path.name, chosen=", ".join(chosen)))
+    if rest and not stays:
+        aside.append(Message("llamafactory.left-aside", file=path.name, rest=", ".join(rest)))
+    return LlamaFactoryJob(
+        settings=settings,
+        job=job,
+        tree=tree,
+        said=(*(Message("llamafactory.said", said=said) for said in settings.because), *aside),
+        batch_per_gpu=settings.levers.micro_batch * settings.levers.accumulation,
+    )
+
+
+def _tree(settings: LlamaFactorySettings, written: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of the job, and the key that each was written under, where it was taken as it is."""
+    levers, lora = settings.levers, settings.levers.lora
+    tree = {name: getattr(levers, name) for name in ("method", "sequence", "optimizer", "master_weights")}
+    tree["clip"] = settings.max_grad_norm
+    if levers.precision != "bf16" or any(written.get(key) for key in ("bf16", "pure_bf16")):
+        tree["precision"] = levers.precision
+    if levers.dataloader_workers:
+        tree["levers"] = {"dataloader_workers": levers.dataloader_workers}
+    if lora is not None:
+        tree["lora"] = {"rank": lora.rank, "targets": list(lora.targets or ()) or "all", "dtype": lora.dtype}
+    names = {}
+    for key, field in FIELD_OF.items():
+        value = written.get(key)
+        if value is None or not _is_ours(key, value) or (field.startswith("lora.") and lora is None):
+            continue
+        block, _, name = field.rpartition(".")
+        (tree.setdefault(block, {}) if block else tree)[name] = value
+        names[field] = key
+    place = data_path(written)
+    if place is not None:
+        tree.setdefault("data", {})["path"] = place
+    if "epochs" not in tree and "max_steps" not in tree:
+        tree["epochs"] = USUAL_EPOCHS
+    return {**USUAL, **tree}, names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Original:
+    """The LLaMA-Factory file that a plan was made from, of which everything is kept that needs no change."""
+
+    name: str
+    text: str
+    written: Mapping[str, Any]  # its keys, as YAML reads them
+    settings: LlamaFactorySettings
+    job: Job  # what it asks for, before flags
+    paths: Mapping[str, str]  # keys that name what lies on this machine, with the path that leads there from anywhere
+
+
+def original_of(file: JobText, place: Callable[[Job], Job]) -> Original:
+    """The file as the writer of its successor needs it. `place`: makes the paths of a job lead there from anywhere."""
+    path, written = file.path, file.tree
+    folders = {"dataset_dir": DATA_FOLDER, **written}
+    paths = {}
+    for key in PLACES:
+        name = folders.get(key)
+        found = [place / name for place in (Path(), path.parent) if isinstance(name, str) and (place / name).exists()]
+        if found:
+            paths[key] = str(found[0].absolute())
+    said = llamafactory_job_from(file, None, stays=True)
+    return Original(
+        name=path.name,
+        text=file.text,
+        written=written,
+        settings=said.settings,
+        job=place(said.job),
+        paths=paths,
+    )
+
+
+def data_path(written: Mapping[str, Any]) -> str | None:
+    """The data set in our words; None: there is none, or there are several, of which a job takes one."""
+    name, folder = written.get("dataset"), written.get("dataset_dir") or DATA_FOLDER
+    if not isinstance(name, str) or not name.strip() or "," in name:
+        return None
+    if not isinstance(folder, str) or folder.startswith(("REMOTE:", "ONLINE")):
+        return None
+    return f"{Path(folder, DATA_LIST)}:{name.strip()}"
+
+
+def _is_ours(key: str, value: object) -> bool:
+    """Whether the field of the job takes this value, which has other meanings in the YAML."""
+    if key == "max_steps":
+        return value != -1  # Hugging Face's word for: as the epochs say
+    if key in ("warmup_steps", "warmup_ratio"):
+        return value != 0  # where both are nothing, `_tree` says so
+    if key == "neat_packing":
+        return bool(value)  # false says nothing about packing itself
+    if key == "lr_scheduler_type":
+        return value in get_args(Schedule)
+    if key in ("val_size", "save_steps", "eval_steps"):  # a share or a count, as its size tells
+        return not isinstance(value, int | float) or (0 <= value < 1 if key == "val_size" else value >= 1)
+    return True

@@ -34,27 +34,24 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from tightfit.formats.beside import scalar
+import yaml
+
+from tightfit.formats.beside import change_in_place, scalar
 from tightfit.formats.huggingface.write import OPTIM, liger_unproven, say_need
-from tightfit.formats.llamafactory.edit import keeps_data, write_edits
+from tightfit.formats.llamafactory.keys import FIELD_OF
+from tightfit.formats.llamafactory.read import Original
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import (
-    clip,
-    epochs,
-    learning_rate,
-    logging_steps,
-    lora_alpha,
-    require_way,
-    save_steps,
-    time_limit_s,
-)
+from tightfit.formats.worker import write as worker
+from tightfit.formats.worker.write import require_way
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.versions import release
 from tightfit.job import Job
+from tightfit.job.file import field_at
 from tightfit.memory import estimate
 from tightfit.messages import Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_of, find_checkpoint
@@ -64,21 +61,14 @@ from tightfit.priced import amounts, strategy_name
 from tightfit.types import ConfigError, ModelShape
 
 DATASET_INFO = "dataset_info.json"
-DATASET = "train"
-"""What the data is called in `dataset_info.json`."""
-PLACEHOLDER_DATA = "train.json"
-"""Where a job without data expects it."""
+DATASET = "train"  # what the data is called in `dataset_info.json`
+PLACEHOLDER_DATA = "train.json"  # where a job without data expects it
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 
 DEEPSPEED_LIMITS = {(0, 9, 3): "0.16.9", (0, 9, 4): "0.16.9"}
 """The newest DeepSpeed that a release starts with; the others do not look."""
 
-TRANSFORMERS_LIMITS: dict[tuple[int, ...], str] = {
-    (0, 9, 2): "4.49.0",
-    (0, 9, 3): "4.52.4",
-    (0, 9, 4): "4.57.1",
-    (0, 9, 5): "5.6.0",
-}
+TRANSFORMERS_LIMITS = {(0, 9, 2): "4.49.0", (0, 9, 3): "4.52.4", (0, 9, 4): "4.57.1", (0, 9, 5): "5.6.0"}
 """The newest transformers that a release starts with."""
 
 _TEMPLATES: tuple[tuple[str, str, dict[tuple[int, ...], str]], ...] = (
@@ -120,39 +110,33 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
     """The file for `llamafactory-cli train`; an error where it would train something else."""
     way, original = require_way(plan), target.original
     version, levers, shape = target.llamafactory_version, way.levers, way.shape
-    at = release(version)
     check_llamafactory(levers, shape, version)
-    if levers.is_fsdp2:
-        raise ConfigError(Message("llamafactory.llamafactory-cli-cannot-start-fsdp2"))
-    if levers.loss == "fused" and shape.model_type not in fuses_under_llamafactory(at):
-        raise ConfigError(Message("llamafactory.no-fused-loss", version=version, model_type=shape.model_type))
-    if not levers.master_weights and (levers.stage == 3 or levers.precision != "bf16"):
-        if levers.stage == 3:
-            raise ConfigError(Message("llamafactory.no-pure-zero3"))
-        raise ConfigError(Message("llamafactory.no-pure-precision", precision=levers.precision))
-    if way.hardware.gpu.vendor == "cpu" and levers.stage == 3:
-        raise ConfigError(Message("llamafactory.no-zero3-on-cpu"))
-    limit = next((most for known, most in DEEPSPEED_LIMITS.items() if at[:3] == known), None)
-    if limit and release(target.deepspeed_version) > release(limit):
-        raise ConfigError(
-            Message(
-                "llamafactory.refuses-deepspeed",
-                version=version,
-                deepspeed_version=target.deepspeed_version,
-                limit=limit,
-            )
-        )
+    pure, zero3 = not levers.master_weights, levers.stage == 3
+    theirs, limit = target.deepspeed_version, DEEPSPEED_LIMITS.get(release(version))
+    fuses = shape.model_type in fuses_under_llamafactory(release(version))
+    refused = (
+        (levers.is_fsdp2, Message("llamafactory.llamafactory-cli-cannot-start-fsdp2")),
+        (
+            levers.loss == "fused" and not fuses,
+            Message("llamafactory.no-fused-loss", version=version, model_type=shape.model_type),
+        ),
+        (pure and zero3, Message("llamafactory.no-pure-zero3")),
+        (pure and levers.precision != "bf16", Message("llamafactory.no-pure-precision", precision=levers.precision)),
+        (zero3 and way.hardware.gpu.vendor == "cpu", Message("llamafactory.no-zero3-on-cpu")),
+        (
+            limit and release(theirs) > release(limit),
+            Message("llamafactory.refuses-deepspeed", version=version, deepspeed_version=theirs, limit=limit),
+        ),
+    )
+    for holds, why in refused:
+        if holds:
+            raise ConfigError(why)
     _name(plan, way)
     sections = {
         title: {key: value for key, value in values.items() if value is not None}
         for title, values in _sections(plan, way, target, deepspeed_file).items()
     }
-    known: dict[str, object] = {
-        "version": target.llamafactory_version,
-        "strategy": strategy_name(way.levers),
-        "world": way.world,
-        "gpu": way.hardware.gpu.name,
-    }
+    known = {"version": version, "strategy": strategy_name(levers), "world": way.world, "gpu": way.hardware.gpu.name}
     if original is not None:
         values = {key: value for section in sections.values() for key, value in section.items()}
         return write_edits(plan, original, values, Message("llamafactory.head-edited", **known))
@@ -167,25 +151,16 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
     return "\n".join(lines) + "\n"
 
 
-MESSAGE_TAGS = {
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "system_tag": "system",
-}
+MESSAGE_TAGS = {f"{part}_tag": part for part in ("role", "content", "user", "assistant", "system")}
 """How OpenAI's layout of a conversation calls its parts."""
 
 
 def dataset_info_json(plan: Plan) -> str:
     """Where LLaMA-Factory finds the data, and how a sample is laid out."""
     data = plan.job.data
-    entry: dict[str, Any] = {}
     assert listed(data.path) is None, "what is in a dataset_info.json already needs no second one"
-    if data.path is not None and not names_a_file(data.path):
-        entry["hf_hub_url"] = data.path
-    else:
-        entry["file_name"] = data.path or PLACEHOLDER_DATA
+    is_file = data.path is None or names_a_file(data.path)
+    entry: dict[str, Any] = {"file_name" if is_file else "hf_hub_url": data.path or PLACEHOLDER_DATA}
     if data.format == "text":
         entry["columns"] = {"prompt": "text"}
     elif data.format == "messages":
@@ -201,20 +176,14 @@ def names_its_data(plan: Plan, target: Target) -> bool:
     return kept or listed(plan.job.data.path) is not None
 
 
-def newest_transformers(version: str) -> str | None:
-    """The newest transformers that this LLaMA-Factory starts with; None: a release that we have not read."""
-    return TRANSFORMERS_LIMITS.get(release(version)[:3])
-
-
 def llamafactory_wanted(target: Target) -> Said:
     """The release that the file is for, and which transformers that takes."""
     asked, version = target.transformers_version, target.llamafactory_version
-    newest = newest_transformers(version)
-    if newest is None:
+    newest = TRANSFORMERS_LIMITS.get(release(version))
+    if newest is None:  # a release that we have not read
         return f"LLaMA-Factory {version}"
-    if release(asked) <= release(newest):
-        return Message("llamafactory.wanted", version=version, newest=newest)
-    return Message("llamafactory.wanted-older", version=version, newest=newest)
+    is_newer = release(asked) > release(newest)
+    return Message("llamafactory.wanted-older" if is_newer else "llamafactory.wanted", version=version, newest=newest)
 
 
 def names_a_file(path: str) -> bool:
@@ -231,50 +200,48 @@ def listed(path: str | None) -> tuple[str, str] | None:
 def llamafactory_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way, job, levers = require_way(plan), plan.job, require_way(plan).levers
-    notes = []
-    if levers.checkpointing.layers:
-        word = checkpointing_word(levers.checkpointing)
-        notes.append(Message("llamafactory.recomputes-all", word=word))
-    if levers.checkpointing.offload:
-        notes.append(Message("llamafactory.unsloth-gc"))
-    if levers.loss == "fused":
-        notes.append(Message("llamafactory.liger-loss"))
-        notes += filter(None, [liger_unproven(way.hardware)])
-    if levers.lora is not None and levers.lora.dtype != "fp32":
-        # where no DeepSpeed casts them back, its adapters are larger than those of the plan
-        run = replace(levers, lora=replace(levers.lora, dtype="fp32"))
-        need = estimate(way.shape, run, way.world, way.hardware).gpu.required_bytes
-        planned = way.footprint.gpu.required_bytes
-        if need > planned:
-            needed, there = amounts(need, planned)
-            fits = need <= way.hardware.gpu.memory_bytes
-            size = say_need(Message("huggingface.gib", gib=needed), fits=fits)
-            notes.append(Message("llamafactory.adapters-fp32", dtype=levers.lora.dtype, needed=size, planned=there))
-    if _packs_apart(job):
-        notes.append(Message("llamafactory.neat-packing"))
-    if levers.attention == "flash":
-        notes.append(Message("llamafactory.needs-flash-attn"))
-    if way.skips_long:
-        notes.append(Message("llamafactory.cuts-long", sequence=levers.sequence))
-    if job.timeout is not None:
-        notes.append(Message("llamafactory.no-time-limit", timeout=job.timeout))
-    if job.saving.every_minutes is not None:
-        notes.append(Message("llamafactory.saves-by-steps", steps=save_steps(job)))
-    if job.saving.keep_every is not None:
-        notes.append(Message("llamafactory.keeps-newest"))
-    if job.data.recipe is not None or (job.data.path or "").startswith("shipped:"):
-        notes.append(Message("llamafactory.needs-samples"))
-    known = names_its_data(plan, target)
-    if job.data.path is None and not known:
-        notes.append(Message("llamafactory.put-samples", file=PLACEHOLDER_DATA))
-    entry = listed(job.data.path)
-    if entry is not None and not entry[0].startswith("/") and target.original is None:
-        notes.append(Message("llamafactory.looked-for-in", file=DATASET_INFO, folder=entry[0]))
-    if job.data.format == "auto" and not known:
-        notes.append(Message("llamafactory.taken-for-alpaca", file=DATASET_INFO))
-    if job.data.format != "text" and _template(plan, way, target) is None:
-        notes.append(Message("llamafactory.template-of-tokenizer"))
-    return tuple(notes)
+    entry, known, fused = listed(job.data.path), names_its_data(plan, target), levers.loss == "fused"
+    unnamed = entry is not None and not entry[0].startswith("/") and target.original is None
+    word, folder = checkpointing_word(levers.checkpointing), entry and entry[0]
+    notes = (
+        (levers.checkpointing.layers, Message("llamafactory.recomputes-all", word=word)),
+        (levers.checkpointing.offload, Message("llamafactory.unsloth-gc")),
+        (fused, Message("llamafactory.liger-loss")),
+        (fused, liger_unproven(way.hardware)),
+        (levers.lora is not None, _adapters_grow(way)),
+        (_packs_apart(job), Message("llamafactory.neat-packing")),
+        (levers.attention == "flash", Message("llamafactory.needs-flash-attn")),
+        (way.skips_long, Message("llamafactory.cuts-long", sequence=levers.sequence)),
+        (job.timeout is not None, Message("llamafactory.no-time-limit", timeout=job.timeout)),
+        (job.saving.every_minutes is not None, Message("llamafactory.saves-by-steps", steps=worker.save_steps(job))),
+        (job.saving.keep_every is not None, Message("llamafactory.keeps-newest")),
+        (
+            job.data.recipe is not None or (job.data.path or "").startswith("shipped:"),
+            Message("llamafactory.needs-samples"),
+        ),
+        (job.data.path is None and not known, Message("llamafactory.put-samples", file=PLACEHOLDER_DATA)),
+        (unnamed, Message("llamafactory.looked-for-in", file=DATASET_INFO, folder=folder)),
+        (job.data.format == "auto" and not known, Message("llamafactory.taken-for-alpaca", file=DATASET_INFO)),
+        (
+            job.data.format != "text" and _template(plan, way, target) is None,
+            Message("llamafactory.template-of-tokenizer"),
+        ),
+    )
+    return tuple(note for holds, note in notes if holds and note)
+
+
+def _adapters_grow(way: Way) -> Message | None:
+    """Where no DeepSpeed casts its adapters back, they are larger than those of the plan."""
+    levers, planned = way.levers, way.footprint.gpu.required_bytes
+    if levers.lora is None or levers.lora.dtype == "fp32":
+        return None
+    run = replace(levers, lora=replace(levers.lora, dtype="fp32"))
+    need = estimate(way.shape, run, way.world, way.hardware).gpu.required_bytes
+    if need <= planned:
+        return None
+    needed, there = amounts(need, planned)
+    size = say_need(Message("huggingface.gib", gib=needed), fits=need <= way.hardware.gpu.memory_bytes)
+    return Message("llamafactory.adapters-fp32", dtype=levers.lora.dtype, needed=size, planned=there)
 
 
 # --- the sections -------------------------------------------------------------------------------
@@ -299,12 +266,12 @@ def _sections(plan: Plan, way: Way, target: Target, deepspeed_file: str | None) 
     job, levers, lora = plan.job, way.levers, way.levers.lora
     folder, name = listed(job.data.path) or (".", DATASET)
     quantised, adapted = levers.method == "qlora", lora is not None
-    alpha = lora_alpha(job, levers) or 0.0
+    alpha = worker.lora_alpha(job, levers) or 0.0
     # On the host DeepSpeed's own Adam takes the place of torch's, which must not be the fused one then.
     on_host = levers.optimizer == "adamw" and levers.offload_optimizer != "none"
-    rounds, every, judged = epochs(job), save_steps(job), job.evaluation.split > 0
+    rounds, every, judged = worker.epochs(job), worker.save_steps(job), job.evaluation.split > 0
     judged_every = job.evaluation.every_steps if judged else None
-    time_limit_s(job)  # a time that cannot be read is an error in every file
+    worker.time_limit_s(job)  # a time that cannot be read is an error in every file
     return {
         "llamafactory.about-model": {
             "model_name_or_path": _name(plan, way),
@@ -336,10 +303,10 @@ def _sections(plan: Plan, way: Way, target: Target, deepspeed_file: str | None) 
         },
         "llamafactory.about-optimizer": {
             "optim": "adamw_torch" if on_host else OPTIM[levers.optimizer],
-            "learning_rate": learning_rate(job, levers),
+            "learning_rate": worker.learning_rate(job, levers),
             "lr_scheduler_type": job.schedule,
             "weight_decay": float(job.weight_decay),
-            "max_grad_norm": clip(job, levers),
+            "max_grad_norm": worker.clip(job, levers),
             "per_device_train_batch_size": levers.micro_batch,
             "gradient_accumulation_steps": levers.accumulation,
             # Every transformers that these releases accept has it; only the newest take a share as warmup_steps.
@@ -370,7 +337,7 @@ def _sections(plan: Plan, way: Way, target: Target, deepspeed_file: str | None) 
         },
         "llamafactory.about-saving": {
             "output_dir": job.saving.folder,
-            "logging_steps": logging_steps(job),
+            "logging_steps": worker.logging_steps(job),
             "report_to": "none",
             "save_strategy": "no" if every is None else "steps",
             "save_steps": every,
@@ -393,16 +360,13 @@ def _template(plan: Plan, way: Way, target: Target) -> str | None:
     asked = plan.job.data.template
     if asked is None:
         return template_of(_name(plan, way), way.shape, at)
-    since = min(
-        (since for _, _, names in _TEMPLATES for since, name in names.items() if name == asked),
-        default=OLDEST_LLAMAFACTORY,
-    )
+    began = (since for _, _, names in _TEMPLATES for since, name in names.items() if name == asked)
+    since = min(began, default=OLDEST_LLAMAFACTORY)
     if at < since:
-        first = ".".join(map(str, since))
-        usual = template_of(_name(plan, way), way.shape, at)
-        version = target.llamafactory_version
+        usual, version = template_of(_name(plan, way), way.shape, at), target.llamafactory_version
         if usual:
             raise ConfigError(Message("llamafactory.template-is-there", asked=asked, version=version, usual=usual))
+        first = ".".join(map(str, since))
         raise ConfigError(Message("llamafactory.template-since", asked=asked, version=version, first=first))
     return asked
 
@@ -414,3 +378,138 @@ def template_of(name: str, shape: ModelShape, at: tuple[int, ...]) -> str | None
             known = [template for since, template in sorted(names.items()) if since <= at]
             return known[-1] if known else None
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The user's own YAML with what a plan changes in it, and a head that says each change with its reason.
+#
+# The text is kept, with its comments and the order of its keys: values are replaced where they stand, and keys that
+# were not there come at the end. A key is changed only where what it means, be it by LLaMA-Factory's default, differs
+# from the plan.
+
+HEAD = "# tightfit: "
+"""How each line of ours begins, so that those of an earlier plan are known."""
+AS_SAID = Message("llamafactory.as-said")
+UNFUSED, FUSED = ("adamw_torch", "adamw_hf"), "adamw_torch_fused"
+PAIRS = (("warmup_steps", "warmup_ratio"), ("num_train_epochs", "max_steps"))
+"""Two keys for one thing: where one is written, the other goes."""
+
+
+def write_edits(plan: Plan, original: Original, values: Mapping[str, Any], head: Message) -> str:
+    """The file; `values`: what a file written from nothing would say; `head`: what stands at its top."""
+    edits, written = edits_of(plan, original, values), original.written
+    lines = [str(head), text("llamafactory.made-from", name=original.name)]
+    for key, (_, reason) in edits.items():
+        if key not in written:
+            lines.append(text("llamafactory.was-not-there", key=key, reason=reason))
+        else:
+            lines.append(text("llamafactory.was", key=key, before=scalar(written[key]), reason=reason))
+    kept = "\n".join(line for line in original.text.splitlines() if not line.startswith(HEAD)).strip("\n")
+    changes = {key: value for key, (value, _) in edits.items()}
+    wanted = {key: value for key, value in {**written, **changes}.items() if value is not None or key not in changes}
+    body = None
+    if (changed := change_in_place(kept, changes)) is not None:
+        body, added = changed
+        body = "\n".join([body.rstrip("\n"), *(["", *added] if added else [])])
+    if body is None or yaml.safe_load(body) != wanted:  # a form that cannot be changed in place
+        body = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=10**6).rstrip("\n")
+    return "\n".join([*(HEAD + " ".join(line.split()) for line in lines), "", body]) + "\n"
+
+
+def keeps_data(plan: Plan, original: Original) -> bool:
+    """Whether it trains on what the file names."""
+    return plan.job.data.path == original.job.data.path
+
+
+# --- what changes -------------------------------------------------------------------------------
+
+
+def edits_of(plan: Plan, original: Original, values: Mapping[str, Any]) -> dict[str, tuple[Any, Said]]:
+    """Every key that has to change, in the order in which they are said: what it becomes (None: it goes), and why."""
+    way, settings, written = require_way(plan), original.settings.levers, original.written
+    levers = way.levers
+    found: dict[str, tuple[Any, Said]] = {}
+
+    def put(key: str, value: Any, reason: Said) -> None:
+        """The first reason for a key counts, and a key that says so already stays."""
+        if (key in written and written[key] != value) or (key not in written and value is not None):
+            found.setdefault(key, (value, reason))
+
+    # what the command line says instead of the file
+    if plan.job.model != original.job.model:
+        put("model_name_or_path", values["model_name_or_path"], AS_SAID)
+    for key, field in FIELD_OF.items():
+        if key in values and field_at(plan.job, field) != field_at(original.job, field):
+            put(key, values[key], AS_SAID)
+            for other in (other for pair in PAIRS if key in pair for other in pair if other != key):
+                put(other, None, AS_SAID)
+    if plan.job.clip != original.job.clip:
+        put("max_grad_norm", values["max_grad_norm"], AS_SAID)
+    for key in () if keeps_data(plan, original) else ("dataset", "dataset_dir"):
+        put(key, values[key], AS_SAID)
+
+    # what changes the result: because it was asked for, or allowed and needed
+    why: Said = "; ".join(map(str, way.changes)) if way.changes else AS_SAID
+    if levers.sequence != settings.sequence:
+        put("cutoff_len", levers.sequence, why)
+    if levers.method != settings.method:
+        quantised = ("quantization_bit", "quantization_method", "quantization_type", "double_quantization")
+        for key in ("finetuning_type", *quantised):
+            put(key, values.get(key), why)
+    adapters, before = levers.lora, settings.lora
+    if adapters is not None and (before is None or adapters.rank != before.rank):
+        put("lora_rank", values["lora_rank"], why)
+        put("lora_alpha", values["lora_alpha"], why)
+    if adapters is not None and adapters.targets != (before.targets if before else None):
+        put("lora_target", values["lora_target"], why)
+    if levers.master_weights != settings.master_weights:
+        put("pure_bf16", not levers.master_weights, why)
+    if levers.optimizer != settings.optimizer:
+        put("optim", values["optim"], why)
+    for name in ("bf16", "fp16"):
+        wanted = levers.precision == name
+        if bool(written.get(name)) != wanted:
+            same = levers.precision == settings.precision
+            put(name, wanted, Message("llamafactory.both-precisions", precision=levers.precision) if same else why)
+
+    # how it is computed, which is what the plan is for
+    each = f"{levers.micro_batch} × {levers.accumulation}"
+    split = Message("llamafactory.batch-split", effective_batch=plan.effective_batch, world=way.world, each=each)
+    if levers.micro_batch != settings.micro_batch:
+        put("per_device_train_batch_size", levers.micro_batch, split)
+    if levers.accumulation != settings.accumulation:
+        put("gradient_accumulation_steps", levers.accumulation, split)
+    if "deepspeed" in values:
+        said = Message("llamafactory.sizes-of-plan", strategy=strategy_name(levers))
+        put("deepspeed", values["deepspeed"], said)
+    room = amounts(way.footprint.gpu.required_bytes)[0]
+    keeps_all, offloads = levers.checkpointing.layers == 0, levers.checkpointing.offload
+    if keeps_all != (settings.checkpointing.layers == 0):
+        said = Message("llamafactory.kept" if keeps_all else "llamafactory.recomputed", room=room)
+        put("disable_gradient_checkpointing", keeps_all, said)
+    if offloads != settings.checkpointing.offload:
+        said = Message("llamafactory.inputs-on-host" if offloads else "llamafactory.inputs-on-gpu", room=room)
+        put("use_unsloth_gc", offloads, said)
+    if levers.loss != settings.loss:
+        said = Message("llamafactory.fused-loss" if levers.loss == "fused" else "llamafactory.plain-loss")
+        put("enable_liger_kernel", levers.loss == "fused", said)
+    if levers.attention != settings.attention:
+        said = Message("llamafactory.counts-on-attention", attention=levers.attention)
+        put("flash_attn", values["flash_attn"], said)
+    if levers.dataloader_workers != settings.dataloader_workers:
+        put("dataloader_num_workers", levers.dataloader_workers, AS_SAID)
+    # which of torch's AdamWs: those that are not fused make two copies of what they step, if there is room
+    named = written.get("optim", UNFUSED[0])
+    if levers.optimizer == settings.optimizer == "adamw":
+        copies = 2 * 4 * way.footprint.trainable_parameters // (way.world if levers.engine != "zero0" else 1)
+        if levers.offload_optimizer != "none":
+            if named == FUSED:
+                put("optim", UNFUSED[0], Message("llamafactory.host-adam"))
+        elif named in UNFUSED and way.footprint.gpu.required_bytes + copies > way.gpu_limit_bytes:
+            put("optim", FUSED, Message("llamafactory.optimizer-copies", named=named, copies=amounts(copies)[0]))
+
+    # this file lies elsewhere than the one that it was made from
+    for key, path in original.paths.items():
+        if key != "dataset_dir" or keeps_data(plan, original):
+            put(key, path, Message("llamafactory.other-folder"))
+    return found

@@ -15,8 +15,7 @@ from tightfit.messages import Message
 from tightfit.types import ConfigError
 
 WORKER_FILE = "worker.json"
-SCHEMA = 1
-"""Of this file. A worker refuses a number that it does not know."""
+SCHEMA = 1  # of this file. A worker refuses a number that it does not know
 AGAIN = Message("planfile.write-again")
 
 

@@ -27,8 +27,7 @@ LOGGING_STEPS = 10
 
 DEEPSPEED_FILE = "deepspeed.json"
 
-FIRST_SCALE_POWER = 12
-"""At DeepSpeed's own 16 the first steps overflow and are skipped."""
+FIRST_SCALE_POWER = 12  # at DeepSpeed's own 16 the first steps overflow and are skipped
 LOW_SCALE_POWER = 8
 """What the guide says that these tiers come from: hardly a step overflows, and the scale grows from there."""
 LOW_SCALE_TIERS = ("fp16_safe", "extreme")

@@ -30,7 +30,7 @@ from tightfit.formats.deepspeed.dialect import known as known_deepspeed
 from tightfit.formats.document import Document, read_document
 from tightfit.inputs.spelling import as_number
 from tightfit.job.known import KnownConfig, block_in, whole
-from tightfit.job.training_arguments import TRAINING_ARGUMENTS
+from tightfit.job.training import TRAINING_ARGUMENTS
 from tightfit.messages import Message, Said
 from tightfit.runs.external.command import CONFIG, CONFIG_ENDS, NAMES, Command, Flag
 from tightfit.runs.external.script import ACCUMULATION, MICRO, TrainingScript
