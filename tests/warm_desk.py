@@ -174,7 +174,7 @@ def serve(ranks: bool) -> None:
         import warm
 
         warm.load()
-    for module, _ in VERBS.values():
+    for module in VERBS.values():
         import_module(module)
     with suppress(ImportError):  # where the page is not installed
         import_module("tightfit.web.serve")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 from stored import WEIGHTS, flip, left_behind, store
 
 from tightfit.cli import main
-from tightfit.runs.checkpoints import MANIFEST, STATE, StoredFile, digest, inventory, read_manifest, verified
-from tightfit.screen.checkpoints import Verifying
+from tightfit.cli.checkpoints import verify
+from tightfit.cli.progress import ProgressLine
+from tightfit.runs.checkpoints import MANIFEST, STATE, StoredFile, digest, inventory, read_manifest
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -136,13 +138,13 @@ def test_verifying_finds_a_flipped_bit(run: Path, capsys: Capsys) -> None:
 
 def test_progress_is_in_bytes_and_said_now_and_then(run: Path, capsys: Capsys) -> None:
     there, now = inventory(run), iter(range(0, 1000, 5))
-    with Verifying(2**20, quiet=False, clock=lambda: next(now)) as line:
-        verified(there, line.heard)
+    with ProgressLine(clock=lambda: next(now)) as line:
+        verify(there, line)
     err = capsys.readouterr().err.splitlines()
     assert err
-    assert all(each.startswith("verifying step-00000") and each.endswith(" of 1.0 MiB") for each in err)
-    with Verifying(2**20, quiet=True, clock=lambda: 0.0) as line:
-        line.heard(there.checkpoints[0], 5)
+    assert all(re.fullmatch(r"verifying step-00000\d+: [\d.]+ KiB of [\d.]+ KiB", each) for each in err)
+    with ProgressLine(quiet=True, clock=lambda: next(now)) as line:
+        verify(there, line)
     assert capsys.readouterr().err == ""
 
 

@@ -468,14 +468,14 @@ def test_a_full_disk_is_no_bug(buffering: list[str], monkeypatch: pytest.MonkeyP
 FULL = """
 import errno, os, sys
 from pathlib import Path
-from tightfit.cli import lists, main
+from tightfit.cli import estimate, main
 from tightfit.owned import replace_file
 
 def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 os.write = full
-lists.gpus = full if sys.argv[1] == "unnamed" else lambda _: replace_file(Path(sys.argv[1]), b"x")
+estimate.gpus = full if sys.argv[1] == "unnamed" else lambda _: replace_file(Path(sys.argv[1]), b"x")
 sys.exit(main(["gpus"]))
 """
 

@@ -13,11 +13,9 @@ import warm_desk
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.desk.calibration import FILE, Calibrations, calibration_of
-from tightfit.desk.plan import render_plan
 from tightfit.desk.request import Request, read_request
 from tightfit.diagnose.verdict import OomNumbers, Verdict
 from tightfit.formats.target import Target
-from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.machine import Occupancy
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
@@ -27,10 +25,9 @@ from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.step_down import Shortfall
 from tightfit.runs.events import MemoryMark, Tally
 from tightfit.runs.own import Changed
-from tightfit.runs.records import RunFolder, worker_file
-from tightfit.start.course import Manner, TrainCourse, learn, way_up
+from tightfit.runs.records import RunFolder
 from tightfit.start.machine import Nodes
-from tightfit.start.train import Ready
+from tightfit.start.train import Ready, TrainCourse, learn, rendered, way_up
 
 GIB = 2**30
 TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")
@@ -198,14 +195,13 @@ def test_what_an_out_of_memory_teaches_is_kept_when_the_smaller_plan_is_taken(tm
     """Until then nothing has changed, as the supervisor was promised."""
     plan, folder = planned(), RunFolder(tmp_path / "run")
     assert plan.chosen is not None
-    files = render_plan(plan, Target())
-    worker = worker_file(files[WORKER_FILE], WORKER_FILE)
+    files, worker = rendered(plan, plan.job, Target())
     devices = Occupancy(variable="CUDA_VISIBLE_DEVICES", chosen_by_user=False, devices=())
     ready = Ready(
         worker=worker, files=files, folder=folder.path, nodes=Nodes(), occupancy=devices, devices=(), plan=plan
     )
-    manner = Manner(options=(), worker=(), meet=lambda _: pytest.fail("nothing is started"), patient=False)
-    course = TrainCourse(Request(), ready, folder, manner)
+    manner = {"options": (), "worker": (), "meet": lambda _: pytest.fail("nothing is started"), "patient": False}
+    course = TrainCourse(request=Request(), ready=ready, folder=folder, **manner)
     before = course.bounds
     numbers = OomNumbers(asked=GIB, free=0, allocated=plan.chosen.footprint.gpu.peak_bytes)
     verdict = Verdict(

@@ -17,9 +17,10 @@ import pytest
 import patience
 import warm_desk
 from tightfit.cli import main
+from tightfit.cli.rehearse import Rehearsal, verdict_words
 from tightfit.hardware.machine import Device
 from tightfit.runs.records import WorkerFile, worker_file
-from tightfit.screen.rehearse import FigureRow, Rehearsal, verdict_words
+from tightfit.screen import Figure
 from tightfit.start.rehearse import choose_device, rehearsed
 from tightfit.types import HardwareError
 
@@ -200,7 +201,7 @@ def test_weights_in_a_folder_are_used(plan_folder: Path, tmp_path: Path) -> None
 
 
 def test_the_verdict_in_words() -> None:
-    peak = FigureRow(key="peak", name="memory, peak", unit="bytes", predicted=20 * GIB, measured=21 * GIB)
+    peak = Figure(key="peak", name="memory, peak", unit="bytes", predicted=20 * GIB, measured=21 * GIB)
     found = Rehearsal(
         model="m",
         engine="zero3",
@@ -210,7 +211,6 @@ def test_the_verdict_in_words() -> None:
         tensor_bytes=22 * GIB,
         verdict="passed",
         phase=None,
-        where=None,
         error=None,
         steps=5,
         rows=(peak,),

@@ -104,7 +104,7 @@ def commands_of(page: Path) -> list[str]:
 def parse(words: Sequence[str]) -> None:
     """As the verb reads its command line, and no further."""
     verb, *rest = words
-    module = import_module(VERBS[verb][0])
+    module = import_module(VERBS[verb])
     if not rest:  # a verb that is only named
         return
     if verb == "run":

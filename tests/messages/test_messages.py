@@ -6,11 +6,14 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from string import Formatter
 
 import pytest
 
+from tightfit import messages
+from tightfit.cli import VERBS, main
 from tightfit.messages import (
     FOLDER,
     LANGUAGES,
@@ -38,7 +41,7 @@ def known() -> dict[str, set[str]]:
     return {f"{area}.{name}": fields_in(both[0]) for area in AREAS for name, both in texts_of(area).items()}
 
 
-BY_NAME = {"part"}
+BY_NAME = {"help", "part"}
 """Areas whose ids are made from names of the program."""
 
 
@@ -74,6 +77,23 @@ def test_every_id_in_the_code_has_a_text_and_every_text_is_said() -> None:
     said = {name for _, _, name in ids_in_the_code()}
     assert {each for each in known() if each.partition(".")[0] not in BY_NAME} <= said
     assert not {name for name in said - set(known()) if "-" in name}
+
+
+def test_every_text_of_the_help_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, fill = set(), messages._Filler.fill
+
+    def look(self: messages._Filler, message: Message) -> str:
+        asked.add(message.id)
+        return fill(self, message)
+
+    monkeypatch.setattr(messages._Filler, "fill", look)
+    main([])
+    for verb in VERBS:
+        with suppress(SystemExit):
+            main([verb, "--help"])
+    main(["completion", "bash"])
+    assert "usage: tightfit train" in capsys.readouterr().out
+    assert {each for each in known() if each.startswith("help.")} <= asked
 
 
 def test_a_message_is_given_the_fields_of_its_text() -> None:

@@ -12,7 +12,7 @@ import yaml
 from tightfit.hardware.words import parse_hardware
 from tightfit.runs.external.command import recognise
 from tightfit.runs.external.config import read_training
-from tightfit.start.external import Known, UserSaid, prediction, read_known, warning_of
+from tightfit.start.external import Known, Planner, prediction
 
 TRAINER = "args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
 SCRIPT = "t.py --model_name_or_path Qwen/Qwen2.5-7B --max_length 1024 --per_device_train_batch_size 1"
@@ -49,7 +49,8 @@ def put(name: str, content: str | dict[str, Any]) -> None:
 
 
 def known(line: str, gpus: str = "8x80GB", **said: Any) -> Known | str:
-    return read_known(read_training(recognise(tuple(line.split()))), parse_hardware(gpus), (), None, UserSaid(**said))
+    planner = Planner(hardware=parse_hardware(gpus), **said)
+    return planner.known(read_training(recognise(tuple(line.split()))))
 
 
 def priced(line: str, gpus: str = "8x80GB", **said: Any) -> Known:
@@ -210,7 +211,7 @@ def test_plain_python_with_a_deepspeed_file_is_warned_of(here: Path, line: str, 
     put("own.py", "import deepspeed\n")
     put("spawns.py", "import torch.multiprocessing as mp\nmp.spawn(main)\n")
     put("ds.json", ZERO3)
-    said = warning_of(read_training(recognise(tuple(line.split()))), parse_hardware(gpus))
+    said = Planner(hardware=parse_hardware(gpus)).warning(read_training(recognise(tuple(line.split()))))
     assert (said is not None) == warned
     if said is not None:
         assert "3 of 4 GPUs stay idle" in said

@@ -21,8 +21,8 @@ from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.runs.records import read_attempts
 from tightfit.runs.reservations import Reservation, Reservations
-from tightfit.start import course as start_course
 from tightfit.start import machine as start_machine
+from tightfit.start import train as start_train
 
 __all__ = ["shell"]
 
@@ -158,7 +158,7 @@ def test_somebody_who_comes_in_the_middle_is_waited_for_too(shell: Shell, card: 
 
 def test_and_not_for_ever_without_being_asked(shell: Shell, card: Card) -> None:
     card.give_back()
-    shell.monkeypatch.setattr(start_course, "WAITS_S", 0.5)
+    shell.monkeypatch.setattr(start_train, "WAITS_S", 0.5)
     shell.monkeypatch.setattr(cli_train, "WORKER", (sys.executable, str(UNSTEADY), "others@5/good"))
     events = Path("output/events.jsonl")
     thread = threading.Thread(target=lambda: ([time.sleep(0.02) for _ in iter(events.exists, True)], card.hold()))

@@ -25,9 +25,9 @@ from tightfit.screen.plan import (
     draw_tier,
     draw_tiers,
     draw_ways,
+    lever_flags,
     waiting,
 )
-from tightfit.screen.plan_words import lever_flags
 from tightfit.types import Checkpointing, Lora
 
 NARROW = 80

@@ -17,32 +17,18 @@ from tightfit.inputs.surroundings import choose_language
 from tightfit.messages import Listing, Message, text
 from tightfit.types import ConfigError, UserError
 
+SHARED = {"explain": "diagnose", "models": "estimate", "gpus": "estimate"}
 VERBS = {
-    "estimate": ("tightfit.cli.estimate", Message("help.verb-estimate")),
-    "plan": ("tightfit.cli.plan", Message("help.verb-plan")),
-    "train": ("tightfit.cli.train", Message("help.verb-train")),
-    "run": ("tightfit.cli.run", Message("help.verb-run")),
-    "rehearse": ("tightfit.cli.rehearse", Message("help.verb-rehearse")),
-    "data": ("tightfit.cli.data", Message("help.verb-data")),
-    "checkpoints": ("tightfit.cli.checkpoints", Message("help.verb-checkpoints")),
-    "export": ("tightfit.cli.export", Message("help.verb-export")),
-    "lint": ("tightfit.cli.lint", Message("help.verb-lint")),
-    "doctor": ("tightfit.cli.doctor", Message("help.verb-doctor")),
-    "diagnose": ("tightfit.cli.diagnose", Message("help.verb-diagnose")),
-    "explain": ("tightfit.cli.diagnose", Message("help.verb-explain")),
-    "watch": ("tightfit.cli.watch", Message("help.verb-watch")),
-    "ui": ("tightfit.cli.ui", Message("help.verb-ui")),
-    "clean": ("tightfit.cli.clean", Message("help.verb-clean")),
-    "schema": ("tightfit.cli.schema", Message("help.verb-schema")),
-    "models": ("tightfit.cli.lists", Message("help.verb-models")),
-    "gpus": ("tightfit.cli.lists", Message("help.verb-gpus")),
-    "completion": ("tightfit.cli.completion", Message("help.verb-completion")),
+    verb: f"tightfit.cli.{SHARED.get(verb, verb)}"
+    for verb in (
+        *("estimate", "plan", "train", "run", "rehearse", "data", "checkpoints", "export", "lint", "doctor"),
+        *("diagnose", "explain", "watch", "ui", "clean", "schema", "models", "gpus", "completion"),
+    )
 }
-"""Verb → the module that has it, and what it does."""
+"""Verb → the module that has it. What it does is the message `help.verb-VERB`."""
 
 USER_ERROR = 2
 INTERRUPTED = 130
-
 
 PLAIN_LETTERS = "tightfit-plain"
 STAND_INS = str.maketrans("█▓▒░▚▞│─×·←→…–−", "WGDOMA|-x-<>.--")
@@ -111,8 +97,8 @@ def _output_is_stuck() -> bool:
 def _dispatch(words: list[str]) -> int:
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "help"):
-        verbs = "\n".join(f"  {verb:<13}{what}" for verb, (_, what) in VERBS.items())
-        print(text("help.main", verbs=verbs))
+        verbs = [f"  {verb:<13}{text(f'help.verb-{verb}')}" for verb in VERBS]
+        print(text("help.main", verbs="\n".join(verbs)))
         return 0
     if first in ("-V", "--version", "version"):
         # Ours, and those of what trains, as far as it is installed; nothing is imported for it.
@@ -139,5 +125,5 @@ def _dispatch(words: list[str]) -> int:
         else:
             hint = Message("cli.there-are", names=Listing(VERBS, "and"))
         raise ConfigError(Message("cli.no-verb", word=repr(first), hint=hint))
-    run: Callable[[Sequence[str]], int] = getattr(import_module(VERBS[first][0]), first)
+    run: Callable[[Sequence[str]], int] = getattr(import_module(VERBS[first]), first)
     return run(words[1:])

@@ -12,69 +12,47 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import CHANGE, Parser, print_json, whole_number
+from tightfit.cli.flags import Parser, pick, print_json
+from tightfit.cli.progress import ProgressLine
 from tightfit.inputs.flags import spelt
 from tightfit.messages import Message, text
-from tightfit.runs.checkpoints import (
-    Goner,
-    Inventory,
-    Keeping,
-    check_goners,
-    goners,
-    inventory,
-    keeping_of,
-    remove_goner,
-    run_of,
-    verified,
-)
+from tightfit.runs import checkpoints as on_disk
+from tightfit.runs.checkpoints import FoundCheckpoint, Goner, Inventory
 from tightfit.runs.lock import FolderLock, InUse, check_unlocked
 from tightfit.types import ConfigError
 
-EXAMPLE = "tightfit checkpoints runs/first --verify"
-EXIT_CODES = {"0": Message("help.checkpoints-exit-0"), "1": Message("help.checkpoints-exit-1"), **CHANGE}
 DAMAGED = 1
-MAKER = ("engine", "world", "precision", "method")
-"""What is told of the plan that wrote a checkpoint."""
 
 
 def checkpoints(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
-    if not hasattr(args, "prune"):
-        for name in ("dry_run", "keep_last", "keep_every"):
-            if hasattr(args, name):
-                raise ConfigError(Message("cli.needs-prune-list", name=spelt(name)))
-    for name in ("keep_last", "keep_every"):
-        if getattr(args, name, 1) < 1:
+    for name in ("dry_run", "keep_last", "keep_every"):
+        if hasattr(args, name) and not hasattr(args, "prune"):
+            raise ConfigError(Message("cli.needs-prune-list", name=spelt(name)))
+        if name != "dry_run" and getattr(args, name, 1) < 1:
             raise ConfigError(Message("cli.must-at-least", name=spelt(name), args=getattr(args, name)))
-    run = run_of(Path(args.run))
+    run = on_disk.run_of(Path(args.run))
     if not hasattr(args, "prune"):
         there = _look(args, run)
         _show(args, there, None)
     else:
         with _hold(run, dry=hasattr(args, "dry_run")):
-            there, told = _look(args, run), keeping_of(run)
+            there, told = _look(args, run), on_disk.keeping_of(run)
             last, every = getattr(args, "keep_last", told.last), getattr(args, "keep_every", told.every_steps)
-            gone = goners(there, Keeping(last=last, every_steps=every))
-            check_goners(gone)
+            gone = on_disk.goners(there, on_disk.Keeping(last=last, every_steps=every))
+            on_disk.check_goners(gone)
             if not hasattr(args, "dry_run"):
                 for goner in gone:
-                    remove_goner(goner)
+                    on_disk.remove_goner(goner)
         _show(args, there, gone)
     return DAMAGED if hasattr(args, "verify") and there.broken else 0
 
 
 def parser() -> Parser:
     usage = "RUN [--verify] [--prune [--keep-last N] [--keep-every N] [--dry-run]] [--json]"
-    made = Parser("checkpoints", text("help.checkpoints-does"), EXAMPLE, usage)
-    made.add_argument("run", metavar="RUN", help=text("help.checkpoints-run"))
-    made.add_argument("--verify", action="store_true", help=text("help.verify"))
-    made.add_argument("--prune", action="store_true", help=text("help.prune"))
-    for name, about in (("keep_last", "help.checkpoints-keep-last"), ("keep_every", "help.checkpoints-keep-every")):
-        made.add_argument(spelt(name), metavar="N", type=whole_number(name), help=text(about))
-    made.add_argument("--dry-run", action="store_true", help=text("help.checkpoints-dry-run"))
-    made.add_argument("--json", action="store_true", help=text("help.json"))
-    return made.ends_with(EXIT_CODES, text("help.checkpoints-writes"))
+    made = Parser("checkpoints", usage, "tightfit checkpoints runs/first --verify")
+    made.takes("run:RUN verify prune keep_last=N keep_every=N dry_run json")
+    return made.ends_with("0", "1", "2")
 
 
 @contextmanager
@@ -97,14 +75,25 @@ def _hold(run: Path, *, dry: bool) -> Iterator[None]:
 
 
 def _look(args: argparse.Namespace, run: Path) -> Inventory:
-    there = inventory(run)
+    there = on_disk.inventory(run)
     if not hasattr(args, "verify"):
         return there
-    from tightfit.screen.checkpoints import Verifying
+    with ProgressLine(quiet=hasattr(args, "json")) as line:
+        return verify(there, line)
 
-    total = sum(found.bytes for found in there.checkpoints if found.problem is None)
-    with Verifying(total, quiet=hasattr(args, "json")) as line:
-        return verified(there, line.heard)
+
+def verify(there: Inventory, line: ProgressLine) -> Inventory:
+    """Every byte that is there, hashed again; the line says how many were."""
+    from tightfit.screen.checkpoints import size
+
+    done, total = 0, sum(found.bytes for found in there.checkpoints if found.problem is None)
+
+    def heard(found: FoundCheckpoint, done_bytes: int) -> None:
+        nonlocal done
+        done += done_bytes
+        line.say(text("screen.verifying-one", name=found.folder.name, done=size(done), total=size(total)))
+
+    return on_disk.verified(there, heard)
 
 
 def _show(args: argparse.Namespace, there: Inventory, gone: Sequence[Goner] | None) -> None:
@@ -129,28 +118,18 @@ def _show(args: argparse.Namespace, there: Inventory, gone: Sequence[Goner] | No
 
 def report(there: Inventory, gone: Sequence[Goner] | None, *, dry: bool) -> dict[str, Any]:
     """The contract with programs. The keys here are promised, further ones may come."""
-    plain: dict[str, Any] = {
-        "run": str(there.run),
-        "checkpoints": [
-            {
-                "step": found.step,
-                "folder": str(found.folder),
-                "bytes": found.bytes,
-                "written": found.written,
-                "plan": None if found.maker is None else {name: getattr(found.maker, name) for name in MAKER},
-                "complete": found.problem is None,
-                "problem": None if found.problem is None else str(found.problem),
-                "verified": found.verified,
-            }
-            for found in there.checkpoints
-        ],
-        "orphans": [{"path": str(orphan.path), "bytes": orphan.bytes} for orphan in there.orphans],
-        "bytes": there.bytes,
-    }
-    if gone is not None:
-        plain["pruned"] = {
-            "dry_run": dry,
-            "removed": [{"path": str(each.path), "bytes": each.bytes, "because": str(each.because)} for each in gone],
-            "freed_bytes": sum(each.bytes for each in gone),
+    found = [
+        {
+            **pick(each, "step", "folder", "bytes", "written"),
+            "plan": each.maker and pick(each.maker, "engine", "world", "precision", "method"),
+            "complete": each.problem is None,
+            **pick(each, "problem", "verified"),
         }
+        for each in there.checkpoints
+    ]
+    orphans = [pick(each, "path", "bytes") for each in there.orphans]
+    plain = {"run": there.run, "checkpoints": found, "orphans": orphans, "bytes": there.bytes}
+    if gone is not None:
+        removed = [pick(each, "path", "bytes", "because") for each in gone]
+        plain["pruned"] = {"dry_run": dry, "removed": removed, "freed_bytes": sum(each.bytes for each in gone)}
     return plain

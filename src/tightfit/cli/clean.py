@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tightfit.cli.flags import CHANGE, Parser, print_json
+from tightfit.cli.flags import Parser, pick, print_json
 from tightfit.hardware.probes import probe_cards
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.messages import Message, text
@@ -23,8 +22,6 @@ from tightfit.runs.processes import PROC, mark_of
 from tightfit.runs.watching import processes_of
 from tightfit.types import ConfigError
 
-EXAMPLE = "tightfit clean runs --dry-run"
-EXIT_CODES = {"0": Message("help.clean-exit-0"), "1": Message("help.clean-exit-1"), **CHANGE}
 LEFT = 1
 SMALL = MIB // 10
 """What takes less is not worth a figure."""
@@ -38,8 +35,7 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockHolder:
+class LockHolder(NamedTuple):
     """A process of this user that holds a GPU."""
 
     pid: int
@@ -59,7 +55,6 @@ class LockHolder:
 
 
 def clean(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
     yes, dry_run, caches = (hasattr(args, name) for name in ("yes", "dry_run", "caches"))
     if yes and dry_run:
@@ -85,10 +80,9 @@ def clean(argv: Sequence[str]) -> int:
         say(console, text("cli.nothing-left-dead"), style="bold green")
     for kind in dict.fromkeys(each.kind for each in found.leftovers):
         lines = []
-        for each in found.leftovers:
-            if each.kind == kind:
-                size = "" if each.bytes is None or each.bytes < SMALL else f", {size_words(each.bytes)}"
-                lines.append(f"{each.what}{size}: {each.because}")
+        for each in (each for each in found.leftovers if each.kind == kind):
+            size = "" if each.bytes is None or each.bytes < SMALL else f", {size_words(each.bytes)}"
+            lines.append(f"{each.what}{size}: {each.because}")
         draw_list(console, text("cli.title", title=TITLES[kind]), lines)
     held = sum(each.bytes or 0 for each in found.leftovers)
     if held:
@@ -97,11 +91,9 @@ def clean(argv: Sequence[str]) -> int:
     draw_list(console, text("cli.left-alone-they"), [str(run) for run in found.live])
     unsure = [text("runs.ended-sentence", said=said) for said in found.unsure]
     draw_list(console, text("cli.cannot-judged-here"), unsure)
-    kept = cached_things(cache)
-    if kept and not caches:
-        draw_list(console, text("cli.caches-stay-unless"), [str(path) for path in kept])
-    elif kept and found.live:
-        draw_list(console, text("cli.caches-stay-while"), [str(path) for path in kept])
+    if not caches or found.live:
+        stay = text("cli.caches-stay-while") if caches else text("cli.caches-stay-unless")
+        draw_list(console, stay, [str(path) for path in cached_things(cache)])
     ours = [text("cli.live-run", words=each.words, run=each.run) for each in holders if each.run is not None]
     others = [f"{each.words}." for each in holders if each.run is None]
     draw_list(console, text("cli.your-processes-gpus"), [f"{each[0].upper()}{each[1:]}" for each in (*ours, *others)])
@@ -131,26 +123,18 @@ def clean(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     usage = "[FOLDER ...] [--dry-run] [--yes] [--caches] [--json]"
-    made = Parser("clean", text("help.clean-does"), EXAMPLE, usage)
-    made.add_argument("places", metavar="FOLDER", nargs="*", help=text("help.places"))
-    made.add_argument("--dry-run", action="store_true", help=text("help.clean-dry-run"))
-    made.add_argument("--yes", action="store_true", help=text("help.yes"))
-    made.add_argument("--caches", action="store_true", help=text("help.caches"))
-    made.add_argument("--json", action="store_true", help=text("help.clean-json"))
-    return made.ends_with(EXIT_CODES, text("help.clean-writes"))
+    made = Parser("clean", usage, "tightfit clean runs --dry-run")
+    made.takes("places:FOLDER* dry_run yes caches json")
+    return made.ends_with("0", "1", "2")
 
 
-# --- who holds a GPU ----------------------------------------------------------------------------
-
-
-def _find_holders(found: Found) -> tuple[LockHolder, ...]:
+def _find_holders(found: Found) -> list[LockHolder]:
     """Of this user, and not already among what goes."""
-    known = probe_cards()
     going = {each.pid for each in found.leftovers}
     ours = {process.pid: run for run in found.live for process in processes_of(run)}
     held: dict[int, list[tuple[int, int | None]]] = {}
     names: dict[int, str] = {}
-    for card in known.cards:
+    for card in probe_cards().cards:
         for process in card.processes or ():
             try:
                 is_mine = (PROC / str(process.pid)).stat().st_uid == os.geteuid() and process.pid != os.getpid()
@@ -159,25 +143,16 @@ def _find_holders(found: Found) -> tuple[LockHolder, ...]:
             if process.pid not in going and is_mine:
                 held.setdefault(process.pid, []).append((card.index, process.held_bytes))
                 names[process.pid] = process.command or text("cli.unknown-command")
-    return tuple(
-        LockHolder(
-            pid=pid,
-            mark=mark_of(pid),
-            command=names[pid],
-            gpus=tuple(index for index, _ in cards),
-            held_bytes=sum(size or 0 for _, size in cards) or None,
-            run=ours.get(pid),
-        )
-        for pid, cards in held.items()
-    )
+    holders = []
+    for pid, cards in held.items():
+        gpus, size = tuple(index for index, _ in cards), sum(size or 0 for _, size in cards) or None
+        holders.append(LockHolder(pid, mark_of(pid), names[pid], gpus, size, ours.get(pid)))
+    return holders
 
 
 def _agrees(question: str) -> bool:
     print(question, end="", flush=True)
     return sys.stdin.readline().strip().lower() == "yes"
-
-
-# --- removing -----------------------------------------------------------------------------------
 
 
 def _remove_all(found: Found) -> dict[Leftover, str]:
@@ -190,29 +165,11 @@ def report(
     found: Found, holders: Sequence[LockHolder], failed: dict[Leftover, str], *, removed: bool
 ) -> dict[str, Any]:
     """The contract with programs: the keys here are promised, further ones may come."""
+    told = ("kind", "what", "bytes", "pid", "because")
     return {
         "removed": removed,
-        "leftovers": [
-            {
-                "kind": each.kind,
-                "what": str(each.what),
-                "bytes": each.bytes,
-                "pid": each.pid,
-                "because": str(each.because),
-                "problem": failed.get(each),
-            }
-            for each in found.leftovers
-        ],
-        "live": [str(run) for run in found.live],
-        "unsure": [str(said) for said in found.unsure],
-        "gpu_processes": [
-            {
-                "pid": each.pid,
-                "command": each.command,
-                "gpus": list(each.gpus),
-                "held_bytes": each.held_bytes,
-                "run": None if each.run is None else str(each.run),
-            }
-            for each in holders
-        ],
+        "leftovers": [{**pick(each, *told), "problem": failed.get(each)} for each in found.leftovers],
+        "live": found.live,
+        "unsure": found.unsure,
+        "gpu_processes": [pick(each, "pid", "command", "gpus", "held_bytes", "run") for each in holders],
     }

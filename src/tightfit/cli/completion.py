@@ -9,25 +9,24 @@ import argparse
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from tightfit.cli.flags import ANSWERED, Parser
+from tightfit.cli.flags import Parser
 from tightfit.inputs.flags import LEVERS, meant, words_of
 from tightfit.messages import Message, text
 from tightfit.types import Checkpointing, ConfigError
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
-EXAMPLE = "tightfit completion bash > ~/.local/share/bash-completion/completions/tightfit"
 PARSERS = {verb: f"{verb}_parser" for verb in ("models", "gpus", "explain")}
 """Verbs that share a module have each a parser of its own there."""
 
 
 def parser() -> Parser:
-    made = Parser("completion", text("help.completion-does"), EXAMPLE, "|".join(SHELLS))
+    example = "tightfit completion bash > ~/.local/share/bash-completion/completions/tightfit"
+    made = Parser("completion", "|".join(SHELLS), example)
     made.add_argument("shell", metavar="SHELL", help="|".join(SHELLS))
-    return made.ends_with(ANSWERED)
+    return made.ends_with("0", "2")
 
 
 def completion(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
     if args.shell not in SHELLS:
         raise ConfigError(Message("cli.no-shell", shell=repr(args.shell), hint=meant(args.shell, SHELLS)))
@@ -39,8 +38,8 @@ def completion(argv: Sequence[str]) -> int:
     whole = argparse.ArgumentParser(prog="tightfit")
     whole.add_argument("--version", action="store_true", help=text("help.version"))
     verbs = whole.add_subparsers()
-    for verb, (module, what) in VERBS.items():
-        part = verbs.add_parser(verb, help=str(what), add_help=False)
+    for verb, module in VERBS.items():
+        part = verbs.add_parser(verb, help=text(f"help.verb-{verb}"), add_help=False)
         parser_of: Callable[[], Parser] = getattr(import_module(module), PARSERS.get(verb, "parser"))
         for action in parser_of()._actions:
             part._add_action(action)

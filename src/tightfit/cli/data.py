@@ -16,36 +16,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import ANSWERED, Parser, print_json, whole_number
+from rich.console import Console
+from rich.text import Text
+
+from tightfit.cli.flags import Parser, print_json
 from tightfit.desk.plan_request import placed
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import nearest
 from tightfit.job.file import JOB_FLAGS, job_from_flags, model_of, read_job
-from tightfit.messages import Message, text
+from tightfit.messages import Listing, Message, text
 from tightfit.model.presets import PRESETS
 from tightfit.owned import replace_file
-from tightfit.screen.data import draw_preview
+from tightfit.screen import open_console, say, table_of, widen
 from tightfit.types import ConfigError
 
-EXAMPLE = "tightfit data preview --data shipped:dialogues --ablation profile_and_context"
 NEEDED = ("transformers", "jinja2")
 USER_ERROR = 2
+OPEN, CLOSE = "⟦", "⟧"
 NO_MODEL = "tiny_mamba"
 """Stands in where no model is named: a preview needs its tokenizer alone."""
 
-FLAGS = {
-    "data": ("PATH", Message("help.data")),
-    "format": ("FORMAT", Message("help.format")),
-    "template": ("NAME", Message("help.template")),
-    "tokenizer": ("NAME", Message("help.tokenizer")),
-    "recipe": ("FILE", Message("help.recipe")),
-    "ablation": ("NAME", Message("help.ablation")),
-    "model": ("MODEL", Message("help.data-model")),
-}
-
 
 def data(argv: Sequence[str]) -> int:
-    """The verb."""
     if not argv or argv[0] in ("-h", "--help"):
         parser().print_help()
         return 0
@@ -80,21 +72,17 @@ def data(argv: Sequence[str]) -> int:
     if hasattr(args, "json"):
         print_json(shown)
         return 0
-    from tightfit.screen import open_console
-
     draw_preview(open_console(), **shown)
     return 0
 
 
 def parser() -> Parser:
-    made = Parser("data preview", text("help.data-does"), EXAMPLE, "[JOB] [--data PATH] [flags]")
-    made.add_file("JOB", text("help.data-file"))
-    for name, (metavar, meaning) in FLAGS.items():
-        made.add_argument(f"--{name}", metavar=metavar, help=str(meaning))
-    made.add_argument("--seq", metavar="N", type=whole_number("seq"), help=text("help.data-seq"))
-    made.add_argument("--count", metavar="N", type=whole_number("count"), help=text("help.count"))
-    made.add_argument("--json", action="store_true", help=text("help.json"))
-    return made.ends_with(ANSWERED)
+    example = "tightfit data preview --data shipped:dialogues --ablation profile_and_context"
+    made = Parser("data preview", "[JOB] [--data PATH] [flags]", example)
+    made.add_file("JOB")
+    made.takes("data=PATH format=FORMAT template=NAME tokenizer=NAME recipe=FILE ablation=NAME model=MODEL")
+    made.takes("seq=N count=N json")
+    return made.ends_with("0", "2")
 
 
 def _read_spec(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,3 +105,63 @@ def _read_spec(args: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": model_of(job).vocab_size if ("model" in args or "file" in args) and known else None,
         "trust_remote_code": job.trust_remote_code,
     }
+
+
+def draw_preview(
+    console: Console,
+    head: Mapping[str, Any],
+    examples: Sequence[Mapping[str, Any]],
+    summaries: Sequence[Mapping[str, Any]],
+) -> None:
+    """Examples with their loss mask, then what was counted, as the worker printed them. What is learned stands in
+    ⟦brackets⟧, and in colour where there is any."""
+    console.print(
+        Text(text("screen.sequences-of", source=head["source"], n=head["sequence"]), style="bold"), soft_wrap=True
+    )
+    layout = "" if head["format"] == "text" else Message("screen.laid-out-by", template=head["template"])
+    say(console, text("screen.tokenizer", name=head["tokenizer"], layout=layout))
+    for sentence in head["said"]:
+        say(console, sentence, style="italic")
+    if examples:
+        say(console, text("screen.counts-in-loss", open=OPEN, close=CLOSE), style="dim")
+    for example in examples:
+        console.print()
+        cut = example["whole_tokens"] - example["tokens"]
+        about = {"name": example["name"], "tokens": example["tokens"], "learned": example["loss_tokens"]}
+        words = text("screen.example", **about, cut=Message("screen.cut-off", n=cut) if cut > 0 else "")
+        console.print(Text(words, style="bold"), soft_wrap=True)
+        pieces = Text()
+        for piece in example["pieces"]:
+            if piece["loss"]:
+                pieces.append(f"{OPEN}{piece['text']}{CLOSE}", "green")
+            else:
+                pieces.append(piece["text"])
+        console.print(pieces, soft_wrap=True)
+        if example["sections"]:
+            parts = [
+                f"{each['field']} {each['tokens']}{text('screen.lost', n=each['lost']) if each['lost'] else ''}"
+                for each in example["sections"]
+            ]
+            say(console, text("screen.by-section", parts=Listing(parts)), style="dim")
+    console.print()
+    widen(console)
+    named = any(summary["ablation"] for summary in summaries)
+    heads = ("screen.examples", "screen.samples", "tokens", "screen.learned", "screen.cut", "screen.skipped")
+    table = table_of("screen.ablation" if named else "", *heads)
+    for summary in summaries:
+        counts = ("examples", "samples", "tokens", "loss_tokens", "cut", "skipped")
+        table.add_row(summary["ablation"] or text("screen.seen"), *(f"{summary[name]:,}" for name in counts))
+    console.print(table)
+    if any(summary["sections"] for summary in summaries):
+        console.print()
+        numbers = ("screen.tokens-each", "screen.lost-head", "screen.cut-in", "screen.gone-in")
+        table = table_of("screen.ablation", "screen.section", *numbers)
+        for summary in summaries:
+            for at, each in enumerate(summary["sections"]):
+                whole = max(1, each["tokens"] + each["lost"])
+                lost, mean = 100 * each["lost"] / whole, each["tokens"] / max(1, each["examples"])
+                named_once = "" if at else summary["ablation"] or ""
+                shares = (f"{mean:.0f}", f"{lost:.1f} %")
+                table.add_row(named_once, each["field"], *shares, str(each["cut"]), str(each["dropped"]))
+        console.print(table)
+        say(console, text("screen.sections-note"), style="dim")

@@ -16,7 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import ANSWERED, CHANGE, Parser, print_json, whole_number
+from tightfit.cli.flags import Parser, pick, print_json
+from tightfit.cli.progress import ProgressLine
 from tightfit.desk.estimate import price_config
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.judge import fixes_of, judge
@@ -33,7 +34,6 @@ from tightfit.runs.cause import RunQuestion, of_run, rank_of
 from tightfit.runs.watching import find_damaged
 from tightfit.types import ConfigError, UserError
 
-EXAMPLE = "tightfit diagnose train.log --config ds_config.json"
 FOUND = 1
 LARGE_BYTES = 2**28
 """Of a log that takes long enough to say how far it is."""
@@ -45,7 +45,6 @@ _PACKED = {".gz": "zcat", ".xz": "xzcat", ".zst": "zstdcat", ".bz2": "bzcat", ".
 
 
 def diagnose(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
     with ExitStack() as stack:
         question = _question(args, stack)
@@ -102,16 +101,11 @@ def _predict(
 
 
 def parser() -> Parser:
-    parser = Parser("diagnose", text("help.diagnose-does"), EXAMPLE, "FILE…|RUN|- [flags]")
-    parser.add_argument("inputs", nargs="*", metavar="FILE…|RUN|-", help=text("help.inputs"))
-    parser.add_argument("--config", metavar="FILE", help=text("help.diagnose-config"))
-    parser.add_argument("--model", metavar="MODEL", help=text("help.diagnose-model"))
-    parser.add_argument("--gpus", metavar="HARDWARE", help=text("help.diagnose-gpus"))
-    parser.add_argument("--exit-code", metavar="N", type=_exit_code, help=text("help.exit-code"))
-    parser.add_argument("--vocab", metavar="N", type=whole_number("vocab"), help=text("help.vocab"))
-    parser.add_argument("--json", action="store_true", help=text("help.json"))
-    codes = {"0": Message("help.diagnose-exit-0"), "1": Message("help.diagnose-exit-1"), **CHANGE}
-    return parser.ends_with(codes)
+    made = Parser("diagnose", "FILE…|RUN|- [flags]", "tightfit diagnose train.log --config ds_config.json")
+    made.takes("inputs:FILE…|RUN|-* config=FILE model=MODEL gpus=HARDWARE")
+    made.add_argument("--exit-code", metavar="N", type=_exit_code, help=made.explain("exit-code"))
+    made.takes("vocab=N json")
+    return made.ends_with("0", "1", "2")
 
 
 def _exit_code(text: str) -> int:
@@ -122,9 +116,6 @@ def _exit_code(text: str) -> int:
     if not -64 <= code <= 255:
         raise argparse.ArgumentTypeError(Message("cli.exit-code-takes-number", text=repr(text)))
     return code
-
-
-# --- what there is ------------------------------------------------------------------------------
 
 
 def _question(args: argparse.Namespace, stack: ExitStack) -> RunQuestion:
@@ -186,25 +177,16 @@ def _find_log(word: str, stack: ExitStack) -> LogSource:
         raise ConfigError(Message("cli.pipe-device-pipe", word=word))
     source = LogSource(name=word, path=path, rank=rank_of(path))
     _check_text(source)
-    if path.stat().st_size >= LARGE_BYTES and sys.stderr.isatty():
-        return replace(source, on_read=_Progress(word, path.stat().st_size))
-    return source
+    size_bytes = path.stat().st_size
+    if size_bytes < LARGE_BYTES or not sys.stderr.isatty():
+        return source
+    line, size = stack.enter_context(ProgressLine()), f"{size_bytes / 2**30:.1f} GiB"
 
+    def tell(done_bytes: int) -> None:
+        percent = min(100, 100 * done_bytes // max(1, size_bytes))
+        line.say(text("cli.reading-log", name=word, percent=percent, size=size))
 
-class _Progress:
-    """How far a large log is read, on one line of the terminal."""
-
-    def __init__(self, name: str, size_bytes: int) -> None:
-        self._name, self._size_bytes, self._shown = name, size_bytes, -1
-
-    def __call__(self, done_bytes: int) -> None:
-        percent = min(100, 100 * done_bytes // max(1, self._size_bytes))
-        if percent != self._shown:
-            self._shown = percent
-            size = f"{self._size_bytes / 2**30:.1f} GiB"
-            end = "\n" if percent == 100 else ""
-            line = text("cli.reading-log", name=self._name, percent=percent, size=size)
-            print(f"\r{line}", end=end, file=sys.stderr, flush=True)
+    return replace(source, on_read=tell)
 
 
 def _is_folder(word: str) -> bool:
@@ -229,9 +211,6 @@ def _check_text(source: LogSource) -> None:
         raise ConfigError(Message("cli.not-a-log", name=source.name))
 
 
-# --- for programs -------------------------------------------------------------------------------
-
-
 def as_json(found: Diagnosis, expected: MemoryPrediction | None = None) -> dict[str, Any]:
     """What `--json` prints; a verdict of null means that nothing is wrong."""
     tree: dict[str, Any] = {
@@ -251,21 +230,16 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _fixes_json(fixes: Iterable[Fix]) -> list[dict[str, Any]]:
-    return [{"text": str(fix.text), "command": fix.command, "costly": fix.is_costly} for fix in fixes]
-
-
-# --- explain ------------------------------------------------------------------------------------
+    return [{**pick(fix, "text", "command"), "costly": fix.is_costly} for fix in fixes]
 
 
 def explain_parser() -> Parser:
-    made = Parser("explain", text("help.explain-does"), "tightfit explain oom-logits", "ID|list [--json]")
-    made.add_argument("id", metavar="ID|list", help=text("help.symptom"))
-    made.add_argument("--json", action="store_true", help=text("help.json"))
-    return made.ends_with(ANSWERED)
+    made = Parser("explain", "ID|list [--json]", "tightfit explain oom-logits")
+    made.takes("id:ID|list json")
+    return made.ends_with("0", "2")
 
 
 def explain(argv: Sequence[str]) -> int:
-    """The verb."""
     args = explain_parser().parse(argv)
     known = catalogue()
     if args.id != "list" and args.id not in known.by_id:
@@ -274,22 +248,17 @@ def explain(argv: Sequence[str]) -> int:
         raise ConfigError(Message("cli.there-symptom", name=repr(args.id), meant=meant))
     wanted = known.symptoms if args.id == "list" else (known.by_id[args.id],)
     if hasattr(args, "json"):
-        print_json(
-            [
-                {
-                    "id": symptom.id,
-                    "kind": symptom.kind,
-                    "role": symptom.role,
-                    "title": symptom.title,
-                    "cause": symptom.cause.fill_any(),
-                    "confidence": symptom.confidence,
-                    "refines": list(symptom.refines),
-                    "fixes": _fixes_json(fixes_of(symptom, KnownConfig(), {})),
-                    "sources": list(symptom.sources),
-                }
-                for symptom in wanted
-            ]
-        )
+        listed = [
+            {
+                **pick(symptom, "id", "kind", "role", "title"),
+                "cause": symptom.cause.fill_any(),
+                **pick(symptom, "confidence", "refines"),
+                "fixes": _fixes_json(fixes_of(symptom, KnownConfig(), {})),
+                "sources": symptom.sources,
+            }
+            for symptom in wanted
+        ]
+        print_json(listed)
         return 0
     from tightfit.screen import open_console
     from tightfit.screen.diagnose import draw_symptom, draw_symptoms

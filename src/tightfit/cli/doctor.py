@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.flags import CHANGE, Parser, print_json
+from tightfit.cli.flags import Parser, pick, print_json
 from tightfit.diagnose.masks import masked
 from tightfit.hardware.doctor import Checkup, examine, with_disk
 from tightfit.hardware.doctor.host import measure_disk
@@ -25,7 +25,6 @@ RED = 1
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
     output = getattr(args, "output", None)
     place = Path(output or ".").expanduser()
@@ -77,11 +76,9 @@ def _without_secrets(found: Checkup) -> Checkup:
 
 
 def parser() -> Parser:
-    made = Parser("doctor", text("help.doctor-does"), "tightfit doctor job.yaml", "[JOB] [--output DIR] [--json]")
-    made.add_argument("job", nargs="?", metavar="JOB", help=text("help.job"))
-    made.add_argument("--output", metavar="DIR", help=text("help.doctor-output"))
-    made.add_argument("--json", action="store_true", help=text("help.json"))
-    return made.ends_with({"0": Message("help.doctor-exit-0"), "1": Message("help.doctor-exit-1"), **CHANGE})
+    made = Parser("doctor", "[JOB] [--output DIR] [--json]", "tightfit doctor job.yaml")
+    made.takes("job:JOB? output=DIR json")
+    return made.ends_with("0", "1", "2")
 
 
 def as_json(found: Checkup, rows: Sequence[Check]) -> dict[str, Any]:
@@ -90,11 +87,11 @@ def as_json(found: Checkup, rows: Sequence[Check]) -> dict[str, Any]:
     return {
         "verdict": worst(rows),
         "lights": {light: sum(row.light == light for row in rows) for light in LIGHTS},
-        "rows": [asdict(replace(row, what=str(row.what), fix=row.fix and str(row.fix))) for row in rows],
+        "rows": [asdict(row) for row in rows],
         "cards": [asdict(card) for card in found.cards.cards],
         "processes_on_some_card": [asdict(process) for process in found.cards.unplaced],
-        "driver": None if driver is None else asdict(driver),
-        "torch": None if torch is None else {"version": torch.version, "cuda": torch.cuda, "hip": torch.hip},
+        "driver": driver and asdict(driver),
+        "torch": torch and pick(torch, "version", "cuda", "hip"),
         "packages": dict(found.packages),
         "seconds": round(found.seconds, 2),
     }

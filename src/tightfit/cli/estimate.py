@@ -1,48 +1,46 @@
-"""`tightfit estimate`: will it fit?"""
+"""`tightfit estimate`, `models` and `gpus`: will it fit, and what is known by name."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from tightfit.cli.flags import ALIASES, FITS_OR_NOT, Parser, add_lever_flags, print_json, whole_number
-from tightfit.desk.estimate import compare, comparison, estimated, price
+from tightfit.cli.flags import ALIASES, HARDWARE, Parser, add_lever_flags, pick, print_json
+from tightfit.desk.estimate import compare, comparison, estimated, hardware_of, price, world_of
 from tightfit.desk.report import estimate_report, strategy_report
-from tightfit.desk.request import read_request
-from tightfit.inputs.flags import check_levers
+from tightfit.desk.request import flags_of, read_request
+from tightfit.hardware.catalogue import CARDS
+from tightfit.inputs.flags import check_levers, levers_from_flags
 from tightfit.messages import text
-from tightfit.priced import Priced, strategy_name
-from tightfit.types import Levers
+from tightfit.model.load import load_model
+from tightfit.model.presets import PRESETS
+from tightfit.priced import Priced, Share, strategy_name
+from tightfit.types import ZERO3, Levers, ModelShape
 
-EXAMPLE = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq 1024"
+PRICED_BY = (
+    *("method", "seq", "micro_batch", "precision", "optimizer", "lora_rank", "engine"),
+    *("offload_optimizer", "offload_param", "checkpointing", "loss"),
+)
+"""The flags of levers that mean something for every preset."""
+GPU = (
+    *("name", "vendor", "memory_bytes", "arch", "bf16_flops", "fp16_flops", "memory_bytes_per_s"),
+    *("link", "link_bytes_per_s"),
+)
+"""What is told of a card."""
 
 
 def parser() -> Parser:
-    usage = "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]"
-    made = Parser("estimate", text("help.estimate-does"), EXAMPLE, usage)
-    made.add_file("FILE", text("help.file"))
-    made.add_argument("--model", metavar="MODEL", help=text("help.model"))
-    made.add_argument("--deepspeed", metavar="FILE", help=text("help.deepspeed"))
-    made.add_argument("--trace", action="store_true", help=text("help.trace"))
-    add_hardware_flags(made)
-    made.add_argument("--only-stage", metavar="N", type=whole_number("only_stage"), help=text("help.only-stage"))
-    made.add_argument("--compare", action="store_true", help=text("help.compare"))
-    made.add_argument("--json", action="store_true", help=text("help.json"))
+    example = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq 1024"
+    made = Parser("estimate", "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]", example)
+    made.add_file("FILE")
+    made.takes(f"model=MODEL deepspeed=FILE trace {HARDWARE} only_stage=N compare json")
     add_lever_flags(made)
     made.knows_as(ALIASES)
-    return made.ends_with(FITS_OR_NOT)
-
-
-def add_hardware_flags(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--gpus", metavar="HARDWARE", help=text("help.gpus"))
-    made.add_argument("--world", metavar="N", type=whole_number("world"), help=text("help.world"))
-    made.add_argument("--host-ram", metavar="SIZE", help=text("help.host-ram"))
-    made.add_argument("--nvme", metavar="SIZE", help=text("help.nvme"))
+    return made.ends_with("0", "2", well="fits-or-not")
 
 
 def estimate(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
     request, as_json = read_request(vars(args)), hasattr(args, "json")
     if hasattr(args, "compare"):
@@ -90,3 +88,71 @@ def estimate(argv: Sequence[str]) -> int:
         lines.append(text("cli.fits-as", way=strategy_name(levers), flags=" ".join(flags), **sizes))
     draw_estimate(open_console(), priced, advice, lines)
     return 0
+
+
+def models_parser() -> Parser:
+    usage = "[--gpus HARDWARE] [--seq N] [flags]"
+    made = Parser("models", usage, "tightfit models --gpus 6x32GB --seq 2048")
+    made.takes(f"{HARDWARE} json")
+    add_lever_flags(made, PRICED_BY)
+    return made.ends_with("0", "2", well="fits-or-not")
+
+
+def models(argv: Sequence[str]) -> int:
+    """The presets, and on request what each would hold on one GPU."""
+    args = models_parser().parse(argv)
+    shapes = [load_model(name) for name in PRESETS]
+    if set(vars(args)) <= {"json"}:
+        if hasattr(args, "json"):
+            print_json({"models": [_model_report(shape) for shape in shapes]})
+            return 0
+        from tightfit.screen import draw_models, open_console
+
+        draw_models(open_console(), shapes)
+        return 0
+    request = read_request(vars(args))
+    hardware = hardware_of(request)
+    world = world_of(request, hardware)
+    flags, base = flags_of(request.flags), Levers(engine=ZERO3 if world > 1 else "zero0")
+    shares = [Share(price(shape, levers_from_flags(flags, shape, base), world, hardware)) for shape in shapes]
+    if hasattr(args, "json"):
+        listed = [
+            {
+                **_model_report(share.priced.shape),
+                "strategy": strategy_name(share.priced.levers),
+                **pick(share, "weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes"),
+                **pick(share.priced.footprint.gpu, "peak_bytes", "required_bytes"),
+                "fits": share.priced.fits,
+            }
+            for share in shares
+        ]
+        print_json({"models": listed})
+        return 0
+    from tightfit.screen import draw_shares, open_console
+
+    draw_shares(open_console(), shares)
+    return 0
+
+
+def gpus_parser() -> Parser:
+    made = Parser("gpus", "[--json]", "tightfit gpus --json")
+    made.takes("json")
+    return made.ends_with("0", "2")
+
+
+def gpus(argv: Sequence[str]) -> int:
+    """The catalogue of cards."""
+    args = gpus_parser().parse(argv)
+    if hasattr(args, "json"):
+        cards = [{**pick(card.gpu, *GPU), "devices": card.devices} for card in CARDS]
+        print_json({"gpus": cards})
+        return 0
+    from tightfit.screen import draw_gpus, open_console
+
+    draw_gpus(open_console(), CARDS)
+    return 0
+
+
+def _model_report(shape: ModelShape) -> dict[str, Any]:
+    named = pick(shape, "name", "model_type", "parameters")
+    return {**named, "layers": shape.n_layers, **pick(shape, "hidden_size", "vocab_size", "notes")}

@@ -10,13 +10,12 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
-from time import monotonic
 from typing import Any
 
-from tightfit.cli.flags import CHANGE, Parser, print_json
+from tightfit.cli.flags import Parser, print_json
+from tightfit.cli.progress import ProgressLine
 from tightfit.inputs.records import parse_json
 from tightfit.messages import Message, text
-from tightfit.messages.wide import pad
 from tightfit.owned import replace_file
 from tightfit.runs.checkpoints import written_first
 from tightfit.types import ConfigError, ModelError, UserError
@@ -25,8 +24,6 @@ WORKER = (sys.executable, "-m", "tightfit.train", "export")
 DTYPES = ("bf16", "fp16", "fp32")
 FAILED = 3
 INTERRUPTED = 130
-EVERY_S = 10
-"""In a pipe, progress is said this often."""
 KEPT_LINES = 60
 
 
@@ -81,38 +78,22 @@ def export(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    example, usage = "tightfit export runs/my-lora --to my-model --dtype bf16", "RUN_OR_FOLDER [--to DIR] [flags]"
-    parser = Parser("export", text("help.export-does"), example, usage)
-    parser.add_argument("source", metavar="RUN_OR_FOLDER", help=text("help.source"))
-    parser.add_argument("--to", metavar="DIR", help=text("help.export-to"))
-    parser.add_argument("--dtype", metavar="|".join(DTYPES), help=text("help.dtype"))
-    parser.add_argument("--merge", action="store_true", help=text("help.merge"))
-    parser.add_argument("--base", metavar="DIR|ID", help=text("help.base"))
-    parser.add_argument("--config", metavar="DIR|ID", help=text("help.export-config"))
-    parser.add_argument("--trust-pickle", action="store_true", help=text("help.export-trust-pickle"))
-    parser.add_argument("--trust-remote-code", action="store_true", help=text("help.trust-remote-code"))
-    parser.add_argument("--json", action="store_true", help=text("help.json"))
-    codes = {
-        "0": Message("help.export-exit-0"),
-        **CHANGE,
-        "3": Message("help.export-exit-3"),
-        "130": Message("help.export-exit-130"),
-    }
-    return parser.ends_with(codes, text("help.export-writes"))
-
-
-# --- following the worker ------------------------------------------------------------------------
+    example = "tightfit export runs/my-lora --to my-model --dtype bf16"
+    made = Parser("export", "RUN_OR_FOLDER [--to DIR] [flags]", example)
+    made.takes(f"source:RUN_OR_FOLDER to=DIR dtype={'|'.join(DTYPES)} merge base=DIR|ID config=DIR|ID")
+    made.takes("trust_pickle trust_remote_code json")
+    return made.ends_with("0", "2", "3", "130")
 
 
 def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any] | None]:
     """Exit code, and what the worker said at its end."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with started as worker, ProgressLine(quiet=quiet) as line:
         assert worker.stdout is not None
         assert worker.stderr is not None
         last: deque[str] = deque(maxlen=KEPT_LINES)
         listener = Thread(target=last.extend, args=(worker.stderr,), daemon=True)
         listener.start()
-        line = _Line(quiet)
         end: dict[str, Any] | None = None
         try:
             for printed in worker.stdout:
@@ -121,15 +102,13 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
                 except ValueError:
                     continue
                 if event.get("event") == "progress":
-                    line.say(event["what"], event["done"], event["total"])
+                    line.say(f"{event['what']}: {100 * event['done'] // max(event['total'], 1)} %")
                 elif event.get("event") in ("end", "error"):
                     end = event
             code = worker.wait()
         except KeyboardInterrupt:
             worker.wait()  # it has had the same Ctrl-C, and clears up what it began
             return INTERRUPTED, None
-        finally:
-            line.close()
         listener.join()
     if end is not None and end.get("event") == "error":
         raise UserError(str(end["text"]))
@@ -140,29 +119,3 @@ def _follow(command: Sequence[str], *, quiet: bool) -> tuple[int, dict[str, Any]
     sys.stderr.writelines(last)
     print(f"tightfit: {text('cli.export-failed-exit', code=code)}", file=sys.stderr)
     return FAILED, None
-
-
-class _Line:
-    """Progress on stderr: one line that changes on a terminal, a new line now and then in a pipe."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._live = sys.stderr.isatty()
-        self._said_at = monotonic()
-        self._drawn = False
-
-    def say(self, what: str, done: int, total: int) -> None:
-        now = monotonic()
-        if self._quiet or (not self._live and now - self._said_at < EVERY_S):
-            return
-        self._said_at = now
-        line = f"{what}: {100 * done // max(total, 1)} %"
-        if self._live:
-            print(f"\r{pad(line, 60)}", end="", file=sys.stderr, flush=True)
-            self._drawn = True
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._drawn:
-            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from tightfit.inputs.flags import LEVERS, spelt, words_of
 from tightfit.inputs.spelling import nearest, seconds_in
-from tightfit.messages import Message, Said, explain_field, text
+from tightfit.messages import Message, explain_field, text, texts_of
 from tightfit.messages.wide import wrap
 from tightfit.types import ConfigError, Group
 
@@ -45,13 +45,15 @@ ALIASES = {
 }
 """Names that people know from other training scripts, and what they are here."""
 
+WHOLE = frozenset(
+    "count effective_batch keep_every keep_last max_attempts max_gpus max_steps micro_batch node_rank nodes num_gpus "
+    "on only_stage port samples seq steps vocab world".split()
+)
+"""The flags that take a whole number. Those of a job's other fields are read with the job."""
+
+HARDWARE = "gpus=HARDWARE world=N host_ram=SIZE nvme=SIZE"
 CONFIG = "config_file"
 """Where `--config` is kept until it becomes the file."""
-
-CHANGE = {"2": Message("help.change")}
-"""How every verb ends where the user has to do something."""
-ANSWERED = {"0": Message("help.answered"), **CHANGE}
-FITS_OR_NOT = {"0": Message("help.fits-or-not"), **CHANGE}
 
 
 ARGPARSE = {
@@ -71,25 +73,6 @@ ARGPARSE = {
 """What argparse itself says. It asks gettext for the words, whose catalogues are not ours."""
 argparse._ = lambda words: str(ARGPARSE.get(words, words))  # type: ignore[attr-defined]
 
-GROUPS = {
-    "the data": Message("help.the-data"),
-    "the machine": Message("help.the-machine"),
-    "the question": Message("help.the-question"),
-    "the length of the training": Message("help.the-length"),
-    "how it learns": Message("help.how-it-learns"),
-    "what is kept and said": Message("help.kept-and-said"),
-    "the files": Message("help.the-files"),
-    "the run": Message("help.the-run"),
-    "several machines": Message("help.several-machines"),
-    "the rehearsal": Message("help.the-rehearsal"),
-    "the training": Message("help.the-training"),
-    "adapters": Message("help.adapters"),
-    "what saves memory": Message("help.saves-memory"),
-    "DeepSpeed's buffers": Message("help.buffers"),
-    "the host": Message("help.the-host"),
-}
-"""The headings of the help."""
-
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -97,37 +80,66 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors as one sentence and the nearest right spelling of a flag."""
+    """argparse, with its errors as one sentence, the nearest right spelling of a flag, and its texts by their names.
 
-    def __init__(self, verb: str, description: str, example: str, usage: str) -> None:
+    What a flag means is the message `help.VERB-FLAG`, or `help.FLAG`; what the verb does, how it ends and what it
+    writes is `help.VERB-does`, `help.VERB-exit-CODE` and `help.VERB-writes`. `like`: a verb whose flags it has too.
+    """
+
+    def __init__(self, verb: str, usage: str, example: str, *, like: str = "", **fields: object) -> None:
+        self._verb, self._like, self._fields = verb.partition(" ")[0], like, fields
         super().__init__(
             prog=f"tightfit {verb}",
             usage=f"tightfit {verb} {usage}",
-            description=wrap(description, 79),
+            description=wrap(self.explain("does"), 79),
             epilog=f"{text('help.example')}\n  {example}",
             formatter_class=HelpFormatter,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )
 
+    def explain(self, name: str, *others: str) -> str:
+        """What is said of it for this verb; or of the others, where this verb has no text of its own."""
+        name = re.sub(r"\W+|_", "-", name.lower())
+        names = (f"{self._verb}-{name}", *(others or (f"{self._like}-{name}", name)))
+        return text(f"help.{next(each for each in names if each in texts_of('help'))}", **self._fields)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(Message("cli.see-help", problem=message, prog=self.prog))
 
-    def ends_with(self, codes: Mapping[str, Said], writes: Said | None = None) -> Parser:
-        """Itself, with its exit codes and what it writes at the end of its help, before the example."""
-        self.add_argument("--lang", metavar="en|zh", help=text("help.lang"))  # taken out before: see `main`
-        wide = max(map(len, codes))
-        lines = [wrap(str(meaning), 79, f"  {code:<{wide}}  ", " " * (wide + 4)) for code, meaning in codes.items()]
-        ending = "\n".join([text("help.exit-codes"), *lines])
-        if writes is not None:
-            ending = f"{text('help.writes')}\n{wrap(str(writes), 79, '  ', '  ')}\n\n{ending}"
-        self.epilog = f"{ending}\n\n{self.epilog}"
-        return self
+    def takes(self, words: str, group: str | None = None) -> argparse._ActionsContainer:
+        """Make it take `seq=N`, a flag with a value, `json`, a flag without, or `run:RUN`, a place: with `?` or `*`
+        behind it as argparse has it. Hands back what has them: the parser, or the group of that title."""
+        holder = self if group is None else self.add_argument_group(self.explain(group))
+        for word in words.split():
+            name, kind, metavar = re.split("([=:])", word, maxsplit=1) if re.search("[=:]", word) else (word, "", "")
+            about = self.explain(name)
+            if kind == ":":
+                nargs = metavar[-1] if metavar[-1] in "?*" else None
+                holder.add_argument(name, metavar=metavar.rstrip("?*"), nargs=nargs, help=about)
+            elif kind:
+                read: Callable[[str], Any] = whole_number(name) if name in WHOLE else str
+                holder.add_argument(spelt(name), metavar=metavar, type=read, help=about)
+            else:
+                holder.add_argument(spelt(name), action="store_true", help=about)
+        return holder
 
-    def add_file(self, metavar: str, what: str) -> None:
+    def add_file(self, metavar: str) -> None:
         """The file that a question starts from, with or without `--config` before it."""
-        self.add_argument("file", nargs="?", metavar=metavar, help=what)
+        self.takes(f"file:{metavar}?")
         self.add_argument("--config", dest=CONFIG, metavar=metavar, help=text("help.config"))
+
+    def ends_with(self, *codes: str, well: str = "exit-0") -> Parser:
+        """Itself, with its exit codes and what it writes at the end of its help, before the example."""
+        self.takes("lang=en|zh")  # taken out before: see `main`
+        wide, lines = max(map(len, codes)), [text("help.exit-codes")]
+        for code in codes:
+            about = self.explain(f"exit-{code}", well if code == "0" else f"exit-{code}")
+            lines.append(wrap(about, 79, f"  {code:<{wide}}  ", " " * (wide + 4)))
+        if f"{self._verb}-writes" in texts_of("help"):
+            lines = [text("help.writes"), wrap(self.explain("writes"), 79, "  ", "  "), "", *lines]
+        self.epilog = "\n".join([*lines, "", str(self.epilog)])
+        return self
 
     def knows_as(self, names: Mapping[str, str]) -> None:
         """Other names for flags that it has, understood and not shown."""
@@ -159,8 +171,13 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
 
+def pick(thing: object, *names: str) -> dict[str, Any]:
+    """What a report tells of it: these attributes, by their names."""
+    return {name: getattr(thing, name) for name in names}
+
+
 def print_json(tree: object, *, allow_nan: bool = True) -> None:
-    """What `--json` asks for."""
+    """What `--json` asks for; messages and paths are printed as their texts."""
     print(json.dumps(tree, indent=2, default=str, ensure_ascii=False, allow_nan=allow_nan))
 
 
@@ -180,13 +197,13 @@ def read_options(record: type[Options], given: Mapping[str, Any]) -> Options:
     return record(**{name: given[name] for name in names if name in given})
 
 
-def add_lever_flags(parser: argparse.ArgumentParser, only: Iterable[str] | None = None) -> None:
+def add_lever_flags(parser: Parser, only: Iterable[str] | None = None) -> None:
     """Every flag of the levers, or those named."""
     wanted = set(LEVERS if only is None else only)
     for title in get_args(Group):
         chosen = [lever for lever in LEVERS.values() if lever.group == title and lever.flag in wanted]
         if chosen:
-            group = parser.add_argument_group(str(GROUPS[title]))
+            group = parser.add_argument_group(parser.explain(title))
             for lever in chosen:
                 flag, words, help_ = spelt(lever.flag), words_of(lever), explain_field("levers", lever.flag, lever.help)
                 if lever.type is bool:

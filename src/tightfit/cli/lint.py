@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tightfit.cli.flags import CHANGE, Parser, print_json, whole_number
+from tightfit.cli.flags import Parser, print_json
 from tightfit.formats.dialect import kinds
 from tightfit.formats.lint import examine
 from tightfit.formats.rules import Severity
@@ -19,16 +19,12 @@ from tightfit.messages.wide import wrap
 from tightfit.types import ConfigError
 
 FOUND_ERRORS = 1
-SEVERITIES: dict[Severity, Message] = {
-    "error": Message("cli.error"),
-    "warning": Message("cli.warning"),
-    "note": Message("cli.note"),
+SEVERITIES: dict[Severity, tuple[str, str, str]] = {
+    "error": ("cli.error", "cli.some-errors", "cli.no-errors"),
+    "warning": ("cli.warning", "cli.some-warnings", "cli.no-warnings"),
+    "note": ("cli.note", "cli.some-notes", "cli.no-notes"),
 }
-COUNTS: dict[Severity, tuple[str, str]] = {
-    "error": ("cli.some-errors", "cli.no-errors"),
-    "warning": ("cli.some-warnings", "cli.no-warnings"),
-    "note": ("cli.some-notes", "cli.no-notes"),
-}
+"""One of them, several and none in words."""
 _VERSIONS = {
     "deepspeed_version": "DeepSpeed",
     "transformers_version": "transformers",
@@ -65,12 +61,12 @@ def lint(argv: Sequence[str]) -> int:
             word = bare(sentence.split(maxsplit=1)[0])
             if word not in finding.place.split(".") and word.isalpha():  # a capital, unless it is a key of the file
                 sentence = sentence[:1].upper() + sentence[1:]
-            head = f"{first}  {SEVERITIES[finding.severity]} [{finding.rule}]"
+            head = f"{first}  {text(SEVERITIES[finding.severity][0])} [{finding.rule}]"
             fix = wrap(text("lint.fix", fix=finding.fix), width, "  ", " " * 7)
             blocks.append(f"{head}\n{wrap(sentence, width, '  ', '  ')}\n{fix}")
         words = [
             Message(many, n=report.count(severity)) if report.count(severity) else Message(none)
-            for severity, (many, none) in COUNTS.items()
+            for severity, (_, many, none) in SEVERITIES.items()
         ]
         last = text("cli.linted", file=report.file, kind=report.kind, counts=Listing(words))
         print("\n\n".join([*blocks, last]))
@@ -79,15 +75,11 @@ def lint(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     *others, last = [each.one for each in kinds().values()]
-    does, example = text("help.lint-does", others=Listing(others), last=last), "tightfit lint ds_config.json --world 8"
-    parser = Parser("lint", does, example, "FILE [--world N] [flags]")
-    defaults = Target()
-    parser.add_argument("file", metavar="FILE", help=text("help.lint-file"))
-    parser.add_argument("--kind", metavar="|".join(kinds()), help=text("help.kind"))
-    parser.add_argument("--world", metavar="N", type=whole_number("world"), help=text("help.lint-world"))
+    usage, example = "FILE [--world N] [flags]", "tightfit lint ds_config.json --world 8"
+    made = Parser("lint", usage, example, others=Listing(others), last=last)
+    made.takes(f"file:FILE kind={'|'.join(kinds())} world=N")
     for version, tool in _VERSIONS.items():
-        about = text("help.reader-version", tool=tool, version=getattr(defaults, version))
-        parser.add_argument(spelt(version), metavar="V", help=about)
-    parser.add_argument("--json", action="store_true", help=text("help.json"))
-    codes = {"0": Message("help.lint-exit-0"), "1": Message("help.lint-exit-1"), **CHANGE}
-    return parser.ends_with(codes)
+        reader = text("help.reader-version", tool=tool, version=getattr(Target(), version))
+        made.add_argument(spelt(version), metavar="V", help=reader)
+    made.takes("json")
+    return made.ends_with("0", "1", "2")

@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from tightfit.cli.flags import CHANGE, Parser, hang_timeout_s, print_json, read_options, whole_number
+from tightfit.cli.flags import Parser, hang_timeout_s, print_json, read_options
 from tightfit.desk.calibration import Calibrations
+from tightfit.hardware.machine import this_machine
+from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
@@ -28,7 +30,7 @@ from tightfit.runs.external.record import FOLDER, ClaimedRun, begin_record, clai
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
 from tightfit.runs.supervise import MAX_ATTEMPTS, Policy, Supervisor
-from tightfit.start.external import Known, Planner, RunSetting, UserSaid, file_of, prediction
+from tightfit.start.external import Known, Planner, prediction
 from tightfit.start.machine import wait_for_gpus
 from tightfit.types import ConfigError, UserError
 
@@ -84,7 +86,6 @@ class RunOptions:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The verb."""
     if "--" not in argv:
         parser().parse([word for word in argv if word in ("-h", "--help")])
         raise ConfigError(Message("cli.missing-before"))
@@ -95,9 +96,6 @@ def run(argv: Sequence[str]) -> int:
     if shutil.which(words[0]) is None and not options.dry_run:
         raise ConfigError(Message("cli.there-program-here", words=words[0]))
     external = read_training(command)
-    from tightfit.hardware.machine import this_machine
-    from tightfit.hardware.words import parse_hardware
-
     calibrations, ram = Calibrations(cache_folder()), options.host_ram
     wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
     if options.wait_for_gpu:
@@ -105,16 +103,17 @@ def run(argv: Sequence[str]) -> int:
         def wait(need_bytes: int | None, count: int, give_up: Callable[[], bool]) -> bool:
             return wait_for_gpus(need_bytes, count, _say, give_up)
 
-    setting = RunSetting(
+    planner = Planner(
         hardware=this_machine(host_ram=ram) if options.gpus is None else parse_hardware(options.gpus, host_ram=ram),
         allow=options.read_allowed(),
         calibration=None if options.no_calibration else calibrations.read(),
         wait=wait,
-        said=UserSaid(model=options.model, sequence=options.seq, micro_batch=options.micro_batch),
+        model=options.model,
+        sequence=options.seq,
+        micro_batch=options.micro_batch,
     )
     if options.gpus is None:  # what is learned of cards that were only named is not written down
-        setting = replace(setting, keep=calibrations.add)
-    planner = Planner(setting)
+        planner.keep = calibrations.add
     if options.dry_run:
         known, warning = planner.known(external), planner.warning(external)
         if options.json:
@@ -229,28 +228,11 @@ def _run(options: RunOptions, place: ClaimedRun, external: ExternalTraining, pla
 
 
 def parser() -> Parser:
-    made = Parser("run", text("help.run-does"), EXAMPLE, "[flags] -- COMMAND…")
-    whole = {name: whole_number(name) for name in ("max_attempts", "seq", "micro_batch")}
-    made.add_argument("--output", metavar="DIR", help=text("help.run-output", folder=FOLDER))
-    made.add_argument("--take-over", action="store_true", help=text("help.take-over"))
-    attempts = text("help.run-max-attempts", max_attempts=MAX_ATTEMPTS)
-    made.add_argument("--max-attempts", metavar="N", type=whole["max_attempts"], help=attempts)
-    made.add_argument("--allow", metavar="A,B", help=text("help.run-allow", allowed=", ".join(ALLOWED)))
-    made.add_argument("--retry-anyway", action="store_true", help=text("help.retry-anyway"))
-    made.add_argument("--hang-timeout", metavar="300s|10m|1h", help=text("help.run-hang-timeout"))
-    made.add_argument("--wait-for-gpu", action="store_true", help=text("help.run-wait-for-gpu"))
-    made.add_argument("--no-calibration", action="store_true", help=text("help.run-no-calibration"))
-    made.add_argument("--model", metavar="MODEL", help=text("help.run-model"))
-    made.add_argument("--seq", metavar="N", type=whole["seq"], help=text("help.seq"))
-    made.add_argument("--micro-batch", metavar="N", type=whole["micro_batch"], help=text("help.micro-batch"))
-    made.add_argument("--gpus", metavar="HARDWARE", help=text("help.run-gpus"))
-    made.add_argument("--host-ram", metavar="SIZE", help=text("help.run-host-ram"))
-    made.add_argument("--dry-run", action="store_true", help=text("help.run-dry-run"))
-    made.add_argument("--json", action="store_true", help=text("help.run-json"))
-    return made.ends_with({"0 … 255": Message("help.run-exit-0-255"), **CHANGE}, Message("help.run-writes"))
-
-
-# --- telling ------------------------------------------------------------------------------------
+    usage, allowed = "[flags] -- COMMAND…", ", ".join(ALLOWED)
+    made = Parser("run", usage, EXAMPLE, folder=FOLDER, max_attempts=MAX_ATTEMPTS, allowed=allowed)
+    made.takes("output=DIR take_over max_attempts=N allow=A,B retry_anyway hang_timeout=300s|10m|1h wait_for_gpu")
+    made.takes("no_calibration model=MODEL seq=N micro_batch=N gpus=HARDWARE host_ram=SIZE dry_run json")
+    return made.ends_with("0 … 255", "2")
 
 
 def _say(said: Said) -> None:
@@ -271,9 +253,9 @@ def _describe(external: ExternalTraining) -> str:
 def _describe_prediction(external: ExternalTraining, known: Known | str) -> str:
     if isinstance(known, str):
         return known
-    said, file = prediction(known), file_of(external)
-    if known.priced.fits is False and file is not None:
-        return text("cli.started-all-same", said=said, file=shlex.quote(str(file)))
+    said = prediction(known)
+    if known.priced.fits is False and external.is_llamafactory and external.settings is not None:
+        return text("cli.started-all-same", said=said, file=shlex.quote(str(external.settings.path)))
     return said
 
 

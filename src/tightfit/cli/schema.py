@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightfit.cli.flags import ANSWERED, Parser, without_default
+from tightfit.cli.flags import Parser, without_default
 from tightfit.job.fields import FREE_LEVERS, Takes, job_fields, meanings
 from tightfit.messages import explain_field, text
 
@@ -20,13 +20,12 @@ SHORT = {"saving": {"every": [{"type": "integer", "minimum": 1}, {"type": "strin
 
 
 def parser() -> Parser:
-    made = Parser("schema", text("help.schema-does"), "tightfit schema > job.schema.json", "[--table]")
-    made.add_argument("--table", action="store_true", help=text("help.table"))
-    return made.ends_with(ANSWERED)
+    made = Parser("schema", "[--table]", "tightfit schema > job.schema.json")
+    made.takes("table")
+    return made.ends_with("0", "2")
 
 
 def schema(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
     print(field_table() if hasattr(args, "table") else json.dumps(job_schema(), indent=2, ensure_ascii=False))
     return 0
@@ -64,9 +63,6 @@ def field_table() -> str:
                 default = f"`{field.default if isinstance(field.default, str) else json.dumps(field.default)}`"
         rows.append((f"`{field.name}`", str(field.phrase), default, meaning))
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
-
-
-# --- the schema ---------------------------------------------------------------------------------
 
 
 def _describe(properties: Mapping[str, Any], prefix: str, blocks: Mapping[str, Any]) -> dict[str, Any]:

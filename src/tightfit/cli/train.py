@@ -10,22 +10,25 @@ checkpoint, from which the same command goes on; 130 and 143 it was interrupted 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from tightfit.cli.flags import ALIASES, CHANGE, GROUPS, Parser, hang_timeout_s, print_json, read_options
-from tightfit.cli.plan import FLAGS, WHOLE, add_data_flags, add_flags
+from tightfit.cli.flags import Parser, hang_timeout_s, pick, print_json, read_options
+from tightfit.cli.plan import FLAGS, add_flags, job_parser
+from tightfit.desk.report import plan_report
 from tightfit.desk.request import Request, each_stage, pick_stage, read_request
 from tightfit.formats.worker.read import WORKER_FILE
+from tightfit.hardware.machine import free_ram, this_machine
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.inputs.flags import flags_from_levers, spelt
 from tightfit.job.file import folder_of_merged_model, job_from_text, model_left_by
 from tightfit.messages import Listing, Message, text
 from tightfit.planner.plan import Plan
-from tightfit.runs.events import Checkpointed, Event, Resumed
+from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, check_folder
 from tightfit.runs.heartbeat import clear_beats
 from tightfit.runs.launch import WORKER, Meeting
@@ -34,71 +37,27 @@ from tightfit.runs.records import RunFolder, RunRecord, read_run
 from tightfit.runs.reservations import Reservation, check_port, free_port
 from tightfit.runs.run import Outcome, Signals, run
 from tightfit.runs.supervise import Policy, RunResult, Supervisor
-from tightfit.start.course import Manner, TrainCourse, way_up
+from tightfit.screen import open_console, open_errors, say
+from tightfit.screen.plan import draw_plan, draw_shortages, waiting
+from tightfit.screen.train import Board, draw_failure, draw_occupancy, draw_start, draw_summary
+from tightfit.start import train as start
 from tightfit.start.machine import Busy, reservations, wait_while_busy
-from tightfit.start.train import (
-    NothingFits,
-    Ready,
-    TrainOptions,
-    asks_for_more,
-    describe_resume,
-    how_to_go_on,
-    machine_for,
-    prepare,
-    resume_of,
-)
+from tightfit.start.train import Ready, TrainCourse, TrainOptions
 from tightfit.types import ConfigError, UserError
 
-EXAMPLE = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
-RUN = "the run"
-RUN_FLAGS: dict[str, tuple[str | None, Message]] = {
-    "output": ("DIR", Message("help.output")),
-    "overwrite": (None, Message("help.overwrite")),
-    "take_over": (None, Message("help.take-over")),
-    "plan": ("DIR", Message("help.plan")),
-    "dry_run": (None, Message("help.dry-run")),
-    "check_memory": (None, Message("help.check-memory")),
-    "no_probe": (None, Message("help.no-probe")),
-    "tensorboard": (None, Message("help.tensorboard")),
-    "wandb": (None, Message("help.wandb")),
-    "save_every": ("500|10m|1h|none", Message("help.save-every")),
-    "keep_last": ("N", Message("help.keep-last")),
-    "keep_every": ("N", Message("help.keep-every")),
-    "resume": ("auto|none|PATH", Message("help.resume")),
-    "trust_pickle": (None, Message("help.trust-pickle")),
-    "resume_anyway": (None, Message("help.resume-anyway")),
-    "max_attempts": ("N", Message("help.max-attempts")),
-    "hang_timeout": ("300s|10m|1h", Message("help.hang-timeout")),
-    "wait_for_gpu": (None, Message("help.wait-for-gpu")),
-    "deepspeed_config": ("FILE", Message("help.deepspeed-config")),
-    "port": ("N", Message("help.train-port")),
-}
-NODE_FLAGS: dict[str, tuple[str | None, Message]] = {
-    "hostfile": ("FILE", Message("help.train-hostfile")),
-    "nodes": ("N", Message("help.nodes")),
-    "node_rank": ("K", Message("help.node-rank")),
-    "master_addr": ("HOST", Message("help.master-addr")),
-}
-EXIT_CODES = {
-    "0": Message("help.train-exit-0"),
-    **CHANGE,
-    "3": Message("help.train-exit-3"),
-    "4": Message("help.train-exit-4"),
-    "130, 143": Message("help.train-exit-130-143"),
-}
-NUMBERS = WHOLE | {"max_gpus", "nodes", "node_rank", "keep_last", "keep_every", "max_attempts"}
+RUN_FLAGS = (
+    "output=DIR overwrite take_over plan=DIR dry_run check_memory no_probe tensorboard wandb "
+    "save_every=500|10m|1h|none keep_last=N keep_every=N resume=auto|none|PATH trust_pickle resume_anyway "
+    "max_attempts=N hang_timeout=300s|10m|1h wait_for_gpu deepspeed_config=FILE port=N"
+)
 WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")
 """What is passed on to the worker."""
-WITH_PLAN = {
-    *("plan", "output", "overwrite", "dry_run", "check_memory", "no_probe", "tensorboard", "wandb", "port", "json"),
-    *("take_over", "gpu_ids", "nodes", "node_rank", "master_addr", "hostfile", "resume", "resume_anyway"),
-    *("trust_pickle", "max_attempts", "hang_timeout", "wait_for_gpu", "no_calibration"),
-}
+WITH_PLAN = {field.name for field in fields(TrainOptions)} - {"deepspeed_config", "max_gpus"}
+WITH_PLAN |= {"output", "port", "gpu_ids", "hostfile", "no_calibration"}
 """What may be said beside a plan that is written already."""
 
 
 def train(argv: Sequence[str]) -> int:
-    """The verb."""
     given = vars(parser().parse(argv))
     request, options = read_request(given), _read_train_options(given)
     if options.check_memory:
@@ -144,56 +103,49 @@ def train(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     usage = "[JOB.yaml] [--model MODEL] [--data DATA] [--output DIR] [flags]"
-    made = Parser("train", text("help.train-does"), EXAMPLE, usage)
-    made.add_file("JOB.yaml", text("help.plan-file"))
-    made.add_argument("--model", metavar="MODEL", help=text("help.model"))
-    made.add_argument("--trace", action="store_true", help=text("help.trace"))
-    add_data_flags(made)
-    table = {title: dict(flags) for title, flags in FLAGS.items() if title != "the files"}
-    del table["the machine"]["world"], table["the question"]["max"]
-    table["the machine"]["max_gpus"] = ("N", Message("help.max-gpus"))
-    add_flags(made, {RUN: RUN_FLAGS, **table, "several machines": NODE_FLAGS}, NUMBERS)
-    group = next(group for group in made._action_groups if group.title == str(GROUPS[RUN]))
+    example = "tightfit train --model tiny_mamba --seq 128 --max-steps 50 --output runs/first"
+    made = job_parser("train", usage, example, "JOB.yaml")
+    group = made.takes(RUN_FLAGS, "the run")
     group.add_argument("--no-async-save", dest="async_save", action="store_false", help=text("help.no-async-save"))
-    made.knows_as(ALIASES)
-    return made.ends_with(EXIT_CODES, Message("help.train-writes"))
+    machine = f"{FLAGS['the machine'].replace(' world=N', '')} max_gpus=N"
+    question = re.sub(r"max=\S+ ", "", FLAGS["the question"])
+    several = "hostfile=FILE nodes=N node_rank=K master_addr=HOST"
+    add_flags(made, {**FLAGS, "the machine": machine, "the question": question, "several machines": several})
+    return made.ends_with("0", "2", "3", "4", "130, 143")
 
 
 def _read_train_options(given: Mapping[str, Any]) -> TrainOptions:
     """What was given, unless flags contradict each other."""
     options = read_options(TrainOptions, given)
-    if "plan" in given:
-        more = sorted(set(given) - WITH_PLAN)
-        if more:
-            what = text("cli.job-file") if more[0] == "file" else spelt(more[0])
-            raise ConfigError(Message("cli.plan-decided-already", plan=options.plan, what=what))
+    more = sorted(set(given) - WITH_PLAN) if "plan" in given else []
+    if more:
+        what = text("cli.job-file") if more[0] == "file" else spelt(more[0])
+        raise ConfigError(Message("cli.plan-decided-already", plan=options.plan, what=what))
     for name in ("max_gpus", "nodes"):
         if given.get(name, 1) < 1:
             raise ConfigError(Message("cli.at-least-one", name=spelt(name), given=given[name]))
-    if "max_gpus" in given and ("num_gpus" in given or "gpu_ids" in given):
-        other = "num_gpus" if "num_gpus" in given else "gpu_ids"
-        raise ConfigError(Message("cli.max-gpus-both-say", other=spelt(other)))
+    others = [spelt(name) for name in ("num_gpus", "gpu_ids") if name in given]
+    if "max_gpus" in given and others:
+        raise ConfigError(Message("cli.max-gpus-both-say", other=others[0]))
     if options.max_attempts < 1:
         raise ConfigError(Message("cli.attempts-at-least-one", given=options.max_attempts))
     hang_timeout_s(options.hang_timeout)
-    if not 1 <= given.get("port", 1) <= 65_535:
-        raise ConfigError(Message("cli.port-must-1", given=given["port"]))
-    together = [name for name in ("nodes", "node_rank", "master_addr") if name in given]
-    if together and "hostfile" in given:
-        raise ConfigError(Message("cli.hostfile-starts-every", together=spelt(together[0])))
-    nodes, rank = options.nodes or 1, options.node_rank
-    if "master_addr" not in given and rank != 0:
-        raise ConfigError(Message("cli.node-rank-needs-master-addr", given=rank))
-    if "node_rank" in given and "nodes" not in given:
-        raise ConfigError(Message("cli.node-rank-needs-nodes"))
-    if nodes > 1 and "node_rank" not in given:
-        raise ConfigError(Message("cli.nodes-needs-node-rank", nodes=nodes, nodes2=nodes - 1))
-    if not 0 <= rank < nodes:
-        raise ConfigError(Message("cli.node-rank-must-0", nodes=nodes - 1, rank=rank))
-    if nodes > 1 and given.get("max_attempts", 1) != 1:
-        raise ConfigError(Message("cli.max-attempts-starts-again"))
-    if nodes > 1 and "master_addr" not in given:
-        raise ConfigError(Message("cli.nodes-needs-master-addr"))
+    nodes, rank, port = options.nodes or 1, options.node_rank, given.get("port", 1)
+    together = [spelt(name) for name in ("nodes", "node_rank", "master_addr") if name in given]
+    alone = "master_addr" not in given
+    wrong = {
+        Message("cli.port-must-1", given=port): not 1 <= port <= 65_535,
+        Message("cli.hostfile-starts-every", together="".join(together[:1])): together and "hostfile" in given,
+        Message("cli.node-rank-needs-master-addr", given=rank): alone and rank != 0,
+        Message("cli.node-rank-needs-nodes"): "node_rank" in given and "nodes" not in given,
+        Message("cli.nodes-needs-node-rank", nodes=nodes, nodes2=nodes - 1): nodes > 1 and "node_rank" not in given,
+        Message("cli.node-rank-must-0", nodes=nodes - 1, rank=rank): not 0 <= rank < nodes,
+        Message("cli.max-attempts-starts-again"): nodes > 1 and given.get("max_attempts", 1) != 1,
+        Message("cli.nodes-needs-master-addr"): nodes > 1 and alone,
+    }
+    for problem, is_there in wrong.items():
+        if is_there:
+            raise ConfigError(problem)
     return options
 
 
@@ -202,46 +154,35 @@ def _read_train_options(given: Mapping[str, Any]) -> TrainOptions:
 
 def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     """One run."""
-    resume = resume_of(options)
+    resume = start.resume_of(options)
+
+    def plan() -> Ready:
+        with waiting(text("cli.planning"), quiet=options.json):
+            return start.prepare(request, options)
+
     try:
-        if options.wait_for_gpu:
-            awaited = wait_while_busy(
-                lambda: _plan(request, options), lambda said: print(f"tightfit: {said}", file=sys.stderr)
-            )
-            assert awaited is not None, "nobody gives up but by a signal"
-            ready = awaited
-        else:
-            ready = _plan(request, options)
-    except NothingFits as error:
+        ready = plan() if not options.wait_for_gpu else wait_while_busy(plan, _warn)
+        assert ready is not None, "nobody gives up but by a signal"
+    except start.NothingFits as error:
         if options.dry_run:
             # What was priced and how far each is from fitting; the error that follows says what would help.
             if options.json:
-                from tightfit.desk.report import plan_report
-
                 print_json({"folder": None, "plan": plan_report(error.plan)}, allow_nan=False)
             else:
-                from tightfit.screen import open_console
-                from tightfit.screen.plan import draw_plan, draw_shortages
-
                 console = open_console()
                 draw_plan(console, error.plan)
                 draw_shortages(console, error.plan)
         raise
-    more = not options.overwrite and asks_for_more(ready.folder, ready.files[WORKER_FILE])
+    more = not options.overwrite and start.asks_for_more(ready.folder, ready.files[WORKER_FILE])
     check_folder(ready.own_folder, overwrite=options.overwrite, resume=resume.place, more=more)
-    ready = replace(ready, said=(*ready.said, *filter(None, [describe_resume(resume, ready.folder, more=more)])))
+    ready = replace(ready, said=(*ready.said, *filter(None, [start.describe_resume(resume, ready.folder, more=more)])))
     if request.port is not None and ready.nodes.rank == 0:
         check_port(request.port)
     if options.dry_run:
         if options.json:
-            from tightfit.desk.report import plan_report
-
             plain = {} if ready.plan is None else plan_report(ready.plan)
             print_json({"folder": str(ready.folder), "plan": plain}, allow_nan=False)
             return 0
-        from tightfit.screen import open_console, say
-        from tightfit.screen.plan import draw_plan
-
         console = open_console()
         if ready.plan is not None:
             draw_plan(console, ready.plan)
@@ -260,9 +201,16 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     try:
         claimed.begin(ready.files, record)
         with _reserve(ready) as meet:
-            manner = Manner(options=switches, worker=WORKER, meet=meet, patient=options.wait_for_gpu)
-            course = TrainCourse(request, ready, claimed.folder, manner)
-            ended = _follow(course, options, resume, claimed.folder)
+            course = TrainCourse(
+                request=request,
+                ready=ready,
+                folder=claimed.folder,
+                options=switches,
+                worker=WORKER,
+                meet=meet,
+                patient=options.wait_for_gpu,
+            )
+            ended = _follow(course, options, resume)
     except (UserError, KeyboardInterrupt):
         claimed.discard()
         raise
@@ -282,7 +230,7 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     if outcome.state == "user error":
         assert outcome.failure is not None
         raise ConfigError(outcome.failure.sentence)
-    faster = way_up(ready.plan, outcome.tally, course.bounds) if is_done else None
+    faster = start.way_up(ready.plan, outcome.tally, course.bounds) if is_done else None
     if options.json and speaks:
         print_json({**report(ready, outcome, faster), "attempts": [asdict(each) for each in ended.records]})
     _say_end(ready, ended, resume, as_json=options.json)
@@ -291,45 +239,29 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     return outcome.exit_code
 
 
-def _plan(request: Request, options: TrainOptions) -> Ready:
-    from tightfit.screen.plan import waiting
-
-    with waiting(text("cli.planning"), quiet=options.json):
-        return prepare(request, options)
+def _warn(said: str) -> None:
+    print(f"tightfit: {said}", file=sys.stderr)
 
 
 # --- without running ----------------------------------------------------------------------------
 
 
 def _check_memory(request: Request, options: TrainOptions) -> int:
-    from tightfit.hardware.machine import free_ram, this_machine
-
-    machine = machine_for(request, options)
+    machine = start.machine_for(request, options)
     total, free = this_machine().host_ram_bytes, free_ram()
     if not options.json:
-        from tightfit.screen import open_console
-        from tightfit.screen.train import draw_occupancy
-
         draw_occupancy(open_console(), machine.occupancy, machine.live, total, free)
         return 0
 
     def plain(holders: Sequence[CardProcess]) -> list[dict[str, Any]]:
-        return [
-            {"pid": each.pid, "user": each.user, "command": each.command, "bytes": each.held_bytes} for each in holders
-        ]
+        return [{**pick(each, "pid", "user", "command"), "bytes": each.held_bytes} for each in holders]
 
-    gpus = [
-        {
-            "number": device.number,
-            "name": device.name,
-            "total_bytes": device.total_bytes,
-            "free_bytes": device.free_bytes,
-            "run": machine.taken[device.key].folder if device.key in machine.taken else None,
-            "holders": plain(device.holders),
-        }
-        for device in machine.occupancy.devices
-    ]
-    runs = [{"pid": each.pid, "folder": each.folder, "bytes": each.host_bytes} for each in machine.live]
+    gpus = []
+    for device in machine.occupancy.devices:
+        run = machine.taken[device.key].folder if device.key in machine.taken else None
+        told = pick(device, "number", "name", "total_bytes", "free_bytes")
+        gpus.append({**told, "run": run, "holders": plain(device.holders)})
+    runs = [{**pick(each, "pid", "folder"), "bytes": each.host_bytes} for each in machine.live]
     ram = {"total_bytes": total, "free_bytes": free, "reserved": runs}
     print_json({"gpus": gpus, "holders_of_some_gpu": plain(machine.occupancy.unplaced), "host_ram": ram})
     return 0
@@ -366,42 +298,33 @@ def _reserve(first: Ready) -> Iterator[Callable[[Ready], Meeting]]:
         registry.remove(held[0])
 
 
-def _follow(course: TrainCourse, options: TrainOptions, resume: Resume, folder: RunFolder) -> RunResult:
+def _follow(course: TrainCourse, options: TrainOptions, resume: Resume) -> RunResult:
     ready = course.ready
-    if options.json or ready.nodes.rank:
-        return _supervise(course, options, resume, folder, lambda event: None)
-    from tightfit.screen import open_console
-    from tightfit.screen.train import Board, draw_start
-
-    console = open_console()
-    if ready.plan is not None:
-        draw_start(console, ready.plan, str(ready.folder))
-    for sentence in ready.said:
-        print(sentence)
-    console.print()
-    with Board(console, ready.worker) as board:
+    run_folder, board = RunFolder(ready.folder), None
+    with ExitStack() as stack:
+        if not options.json and ready.nodes.rank == 0:
+            console = open_console()
+            if ready.plan is not None:
+                draw_start(console, ready.plan, str(ready.folder))
+            for sentence in ready.said:
+                print(sentence)
+            console.print()
+            board = stack.enter_context(Board(console, ready.worker))
 
         def show(event: Event) -> None:
-            board.expect(course.ready.worker)
-            board.show(event)
+            if board is not None:
+                board.expect(course.ready.worker)
+                board.show(event)
 
-        return _supervise(course, options, resume, folder, show)
-
-
-def _supervise(
-    course: TrainCourse, options: TrainOptions, resume: Resume, folder: RunFolder, show: Callable[[Event], None]
-) -> RunResult:
-    ready = course.ready
-    run_folder = RunFolder(ready.folder)
-    if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
-        starts = course.starts(resume.options)
-        outcome = run(starts, run_folder, show, cwd=folder.plan)
-        clear_beats(run_folder.path, [start.rank for start in starts])
-        return RunResult(outcome=outcome)
-    policy = Policy(max_attempts=options.max_attempts, hang_timeout_s=hang_timeout_s(options.hang_timeout))
-    if ready.plan is not None:
-        policy = replace(policy, allow=frozenset[str](ready.plan.job.limits.allow))
-    with Signals() as signals:
+        if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
+            starts = course.starts(resume.options)
+            outcome = run(starts, run_folder, show, cwd=course.folder.plan)
+            clear_beats(run_folder.path, [start.rank for start in starts])
+            return RunResult(outcome=outcome)
+        allow = () if ready.plan is None else ready.plan.job.limits.allow
+        hang_s = hang_timeout_s(options.hang_timeout)
+        policy = Policy(max_attempts=options.max_attempts, allow=frozenset(allow), hang_timeout_s=hang_s)
+        signals = stack.enter_context(Signals())
         trainer = OwnTrainer(
             course=course,
             folder=run_folder,
@@ -409,7 +332,7 @@ def _supervise(
             policy=policy,
             resume=resume,
             signals=signals,
-            cwd=folder.plan,
+            cwd=course.folder.plan,
         )
         return Supervisor(trainer=trainer, folder=run_folder.path, policy=policy, signals=signals).run()
 
@@ -418,29 +341,24 @@ def _supervise(
 
 
 def _say_end(ready: Ready, ended: RunResult, resume: Resume, *, as_json: bool) -> None:
-    from tightfit.screen import open_console, open_errors
-    from tightfit.screen.train import draw_attempts, draw_failure, draw_summary
-
     outcome, tally = ended.outcome, ended.outcome.tally
     safe = ""  # what of a run that ended in distress is not lost, as far as its events say
     if tally.safe_step is not None:
-        on = how_to_go_on(resume, wrote=tally.checkpoint is not None)
+        on = start.how_to_go_on(resume, wrote=tally.checkpoint is not None)
         safe = text("cli.there-checkpoint-step", step=tally.safe_step, resume=on)
     if outcome.failure is not None:
-        console = open_errors()
-        draw_failure(console, outcome.failure, ended.verdict)
-        draw_attempts(console, outcome.failure, ended.records, ended.verdict)
+        draw_failure(open_errors(), outcome.failure, ended.records, ended.verdict)
         if safe:
-            print(f"tightfit: {safe}", file=sys.stderr)
+            _warn(safe)
     elif outcome.state in ("interrupted", "stopped"):
         done = text("cli.before-first-step") if tally.last is None else text("cli.after-step", step=tally.last.step)
         if outcome.state == "stopped":
-            said = text("cli.stopped-saved-checkpoint", done=done, resume=how_to_go_on(resume, wrote=True))
+            said = text("cli.stopped-saved-checkpoint", done=done, resume=start.how_to_go_on(resume, wrote=True))
         else:
             parts = [text("cli.interrupted", done=done), safe, text("cli.every-process-ended")]
             said = str(Listing(filter(None, parts), ";"))
         with suppress(OSError):  # closing the terminal may be what stopped it
-            print(f"tightfit: {said}", file=sys.stderr)
+            _warn(said)
     elif not as_json and ready.nodes.rank == 0:
         attempts = max(1, len(ended.records))
         draw_summary(open_console(), ready.worker, tally, str(ready.folder), attempts=attempts)
@@ -450,8 +368,6 @@ def say_way_up(faster: Plan | None) -> None:
     """At the end of what people read."""
     if faster is None:
         return
-    from tightfit.screen import open_console, say
-
     console = open_console()
     console.print()
     say(console, faster.because[0])
@@ -464,29 +380,25 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
     """
     worker, tally, last = ready.worker, outcome.tally, outcome.tally.last
 
-    def place(event: Resumed | Checkpointed | None) -> dict[str, Any] | None:
-        return None if event is None else {"step": event.step, "folder": event.folder}
-
     def finite(value: float | None) -> float | None:
         return value if value is not None and math.isfinite(value) else None
 
     return {
         "state": outcome.state,
         "exit_code": outcome.exit_code,
-        "error": None if outcome.failure is None else str(outcome.failure.sentence),
+        "error": outcome.failure and outcome.failure.sentence,
         "folder": str(ready.folder),
         "model": str(ready.folder / "model") if outcome.state == "done" else None,
-        "pictures": list(tally.pictures),
+        "pictures": tally.pictures,
         "steps": None if last is None else last.step,
-        "resumed_from": place(tally.resumed),
-        "checkpoint": place(tally.checkpoint),
+        "resumed_from": tally.resumed and pick(tally.resumed, "step", "folder"),
+        "checkpoint": tally.checkpoint and pick(tally.checkpoint, "step", "folder"),
         "loss": {"first": finite(tally.first_loss), "last": finite(last.loss if last else None)},
         "memory": {
             "predicted_peak_bytes": worker.peak_bytes,
             "peak_bytes": tally.peak_bytes,
             "milestones": [
-                {name: getattr(mark, name) for name in ("milestone", "predicted_bytes", "measured_bytes", "host_bytes")}
-                for mark in tally.marks
+                pick(mark, "milestone", "predicted_bytes", "measured_bytes", "host_bytes") for mark in tally.marks
             ],
         },
         "pace": {
@@ -496,7 +408,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
             "tokens_per_s": tally.tokens_per_s,
         },
         "way_up": _way_up_report(faster),
-        "summary": {} if tally.ended is None else dict(tally.ended.summary),
+        "summary": dict(tally.ended.summary) if tally.ended else {},
     }
 
 

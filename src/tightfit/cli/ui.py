@@ -8,17 +8,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightfit.cli.flags import CHANGE, Parser
+from tightfit.cli.flags import Parser
 from tightfit.inputs.surroundings import is_installed
 from tightfit.messages import Message, text
 from tightfit.types import ConfigError
 
-EXAMPLE = "tightfit ui --root runs"
 PACKAGES = ("jinja2", "starlette", "uvicorn")
 
 
 def ui(argv: Sequence[str]) -> int:
-    """The verb."""
     args = parser().parse(argv)
     host, said, port = getattr(args, "host", "127.0.0.1"), getattr(args, "port", None), None
     if said is not None:
@@ -58,9 +56,8 @@ def ui(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser("ui", text("help.ui-does"), EXAMPLE, "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]")
-    made.add_argument("--root", metavar="DIR", nargs="+", action="extend", help=text("help.root"))
-    made.add_argument("--port", metavar="N", help=text("help.ui-port"))
-    made.add_argument("--host", metavar="ADDRESS", help=text("help.host"))
-    made.add_argument("--no-open", action="store_true", help=text("help.no-open"))
-    return made.ends_with({"0": Message("help.ui-exit-0"), **CHANGE})
+    made = Parser("ui", "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]", "tightfit ui --root runs")
+    made.add_argument("--root", metavar="DIR", nargs="+", action="extend", help=made.explain("root"))
+    made.add_argument("--port", metavar="N", help=made.explain("port"))
+    made.takes("host=ADDRESS no_open")
+    return made.ends_with("0", "2")

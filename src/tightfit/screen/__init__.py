@@ -7,7 +7,8 @@ there is none). Sizes are bytes until the last moment and GiB on screen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -32,9 +33,9 @@ from tightfit.priced import (
     training_words,
     verdict,
 )
-from tightfit.types import GpuFootprint, ModelShape, Phase
+from tightfit.runs.lines import MIB, size_words
+from tightfit.types import ModelShape, Phase
 
-MIB = 2**20
 WIDEST = 120
 """Longer bars show nothing more."""
 
@@ -57,14 +58,14 @@ SPARE_FILLS = "%oxvz@&"
 
 OVERHEAD = (":", "bright_black")
 
-PHASES: dict[str, Message] = {
-    "init": Message("screen.init"),
-    "forward": Message("screen.forward"),
-    "loss": Message("screen.loss"),
-    "backward": Message("screen.backward"),
-    "step": Message("screen.step"),
-    "eval": Message("screen.eval"),
-    "save": Message("screen.save"),
+PHASES = {
+    "screen.init",
+    "screen.forward",
+    "screen.loss",
+    "screen.backward",
+    "screen.step",
+    "screen.eval",
+    "screen.save",
 }
 """The phases of a training step."""
 
@@ -74,7 +75,18 @@ SHORT = 34
 
 def phase_words(name: str) -> str:
     """A phase of a step as people read it."""
-    return str(PHASES.get(name, name))
+    return text(f"screen.{name}") if f"screen.{name}" in PHASES else name
+
+
+class Figure(NamedTuple):
+    """What was predicted and measured; None: not known."""
+
+    key: str
+    """Its name for programs."""
+    name: str
+    unit: Literal["bytes", "seconds", "tokens"]
+    predicted: float | None
+    measured: float | None
 
 
 class _Terminal(Console):
@@ -84,7 +96,7 @@ class _Terminal(Console):
 
 
 TABLE = 80
-"""Columns that a table needs; a narrower terminal breaks its lines itself."""
+"""Columns that a table needs."""
 NARROWEST = 40
 """A terminal that says it is narrower, or has no width at all, is taken to have this one."""
 
@@ -100,9 +112,6 @@ def open_console() -> Console:
 def open_errors() -> Console:
     """Standard error, for what failed."""
     return Console(stderr=True, highlight=False, emoji=False, markup=False)
-
-
-# --- the picture of one estimate ----------------------------------------------------------------
 
 
 def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitting: Sequence[str] = ()) -> None:
@@ -121,22 +130,18 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitti
     bar_unit, bar_word = _unit(scale)
     label, number = 9, 10
     room = max(8, min(console.width, WIDEST) - label - number - 2)
-    for phase_name, phase in gpu.phases.items():
-        cells = bar([(fills[part], size) for part, size in phase.components.items()], scale, room, card)
-        mark = " ←" if phase_name == gpu.peak_phase else ""
-        console.print(
-            Text(pad(phase_words(phase_name), label)),
-            cells,
-            Text(f"{phase.total_bytes / bar_unit:>{number - 2}.2f}{mark}"),
-            sep="",
-        )
-    worst = _worst(gpu)
-    parts = [(fills[part], size) for part, size in worst.components.items()]
-    parts.append((OVERHEAD, max(0, gpu.required_bytes - worst.total_bytes)))
-    line = bar(parts, scale, room, card)
-    console.print(
-        Text(pad(text("screen.needs"), label)), line, Text(f"{gpu.required_bytes / bar_unit:>{number - 2}.2f}"), sep=""
-    )
+
+    def draw_bar(name: str, phase: Phase, total_bytes: int, mark: str = "") -> None:
+        parts = [(fills[part], size) for part, size in phase.components.items()]
+        parts.append((OVERHEAD, max(0, total_bytes - phase.total_bytes)))
+        figure = f"{total_bytes / bar_unit:>{number - 2}.2f}{mark}"
+        console.print(Text(pad(name, label)), bar(parts, scale, room, card), Text(figure), sep="")
+
+    for phase in gpu.phases.values():
+        draw_bar(phase_words(phase.name), phase, phase.total_bytes, " ←" if phase.name == gpu.peak_phase else "")
+    # What decides whether it fits: it may be the start, or an evaluation, and not a step of training.
+    worst = max(gpu.phases.values(), key=lambda phase: (phase.total_bytes, phase.name == gpu.peak_phase))
+    draw_bar(text("screen.needs"), worst, gpu.required_bytes)
     about = Message("screen.bars-note", unit=bar_word)
     if priced.hardware is not None and card is not None:
         about = Message("screen.bars-note-card", note=about, size=card / bar_unit, name=priced.hardware.gpu.name)
@@ -145,18 +150,21 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitti
     # The components at the peak.
     unit, word = _unit(gpu.required_bytes)
     console.print(Text(text("screen.held-at-peak", phase=phase_words(gpu.peak_phase), unit=word)))
+
+    def draw_size(fill: str | tuple[str, str], name: Said, size: int, more: str = "", style: str = "") -> None:
+        line = f" {pad(str(name), 26)}{size / unit:>9.2f}{more}"
+        console.print(Text.assemble("  ", fill, line, style=style))
+
     for part, size in gpu.phases[gpu.peak_phase].components.items():
         if size:
-            figures = f" {pad(str(name_component(part)), 26)}{size / unit:>9.2f}"
-            console.print(Text.assemble("  ", fills[part], f"{figures}  {100 * size / max(1, gpu.peak_bytes):4.0f} %"))
-    console.print(Text(f"    {pad(text('screen.peak'), 26)}{gpu.peak_bytes / unit:>9.2f}", style="bold"))
+            draw_size(fills[part], name_component(part), size, f"  {100 * size / max(1, gpu.peak_bytes):4.0f} %")
+    draw_size(" ", text("screen.peak"), gpu.peak_bytes, style="bold")
     if worst.name != gpu.peak_phase:
-        other = text("screen.but-in", phase=phase_words(worst.name))
-        console.print(Text(f"    {pad(other, 26)}{worst.total_bytes / unit:>9.2f}", style="bold"))
+        draw_size(" ", text("screen.but-in", phase=phase_words(worst.name)), worst.total_bytes, style="bold")
     for part, size in gpu.overhead.items():
         if size:
-            console.print(Text.assemble("  ", OVERHEAD, f" {pad(str(name_component(part)), 26)}{size / unit:>9.2f}"))
-    console.print(Text(f"    {pad(text('screen.needs'), 26)}{gpu.required_bytes / unit:>9.2f}", style="bold"))
+            draw_size(OVERHEAD, name_component(part), size)
+    draw_size(" ", text("screen.needs"), gpu.required_bytes, style="bold")
     console.print()
     style = {True: "bold green", False: "bold red", None: "bold"}[priced.fits]
     say(console, verdict(priced), style=style)
@@ -198,11 +206,6 @@ def bar(parts: Sequence[tuple[tuple[str, str], int]], scale: int, room: int, lim
     return Text.assemble(cells[:at], ("│", "bold"), cells[at:])
 
 
-def _worst(gpu: GpuFootprint) -> Phase:
-    """What decides whether it fits: it may be the start, or an evaluation, and not a step of training."""
-    return max(gpu.phases.values(), key=lambda phase: (phase.total_bytes, phase.name == gpu.peak_phase))
-
-
 def draw_list(console: Console, title: str, sentences: Sequence[Said]) -> None:
     """A title and a sentence a line; nothing, where there is none."""
     if not sentences:
@@ -225,25 +228,22 @@ def _unit(largest_bytes: int) -> tuple[int, str]:
     return (GIB, "GiB") if largest_bytes >= GIB // 2 else (MIB, "MiB")
 
 
-# --- tables -------------------------------------------------------------------------------------
-
-
 def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) -> None:
     """The strategies side by side, as people keep such tables by hand."""
-    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
+    widen(console)
     for priced in [outcome for _, outcome in rows if isinstance(outcome, Priced)][:1]:
         console.print(Text(text("screen.about", name=priced.shape.name, what=describe_training(priced)), style="bold"))
         say(console, f"{machine_words(priced)} · {training_line(priced)}")
         console.print()
-    table = table_of(
-        text("screen.strategy"),
-        text("screen.peak"),
-        text("screen.start-up-head"),
-        text("screen.needs"),
-        text("screen.host-node"),
-        text("screen.fits"),
+    heads = (
+        "screen.strategy",
+        "screen.peak",
+        "screen.start-up-head",
+        "screen.needs",
+        "screen.host-node",
+        "screen.fits",
     )
-    problems = []
+    table, problems = table_of(*heads), []
     for name, outcome in rows:
         if isinstance(outcome, str):
             line = text("screen.about", name=name, what=outcome)
@@ -261,89 +261,90 @@ def draw_comparison(console: Console, rows: Sequence[tuple[str, Priced | str]]) 
 
 def draw_models(console: Console, shapes: Sequence[ModelShape]) -> None:
     """The presets with their true sizes."""
-    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = table_of(
-        text("screen.model"),
-        text("screen.parameters"),
-        "",
-        text("screen.layers"),
-        text("screen.hidden"),
-        text("screen.vocabulary"),
-    )
+    widen(console)
+    numbers = ("screen.parameters", "", "screen.layers", "screen.hidden", "screen.vocabulary")
+    table = table_of("screen.model", *numbers)
     for shape in shapes:
         counts = (f"{shape.parameters:,}", billions(shape.parameters), str(shape.n_layers))
         table.add_row(shape.name, *counts, str(shape.hidden_size), str(shape.vocab_size))
     console.print(table)
-    draw_list(
-        console,
-        text("screen.notes"),
-        [text("screen.about", name=shape.name, what=Listing(shape.notes, ";")) for shape in shapes if shape.notes],
-    )
+    noted = [shape for shape in shapes if shape.notes]
+    notes = [text("screen.about", name=shape.name, what=Listing(shape.notes, ";")) for shape in noted]
+    draw_list(console, text("screen.notes"), notes)
 
 
 def draw_shares(console: Console, shares: Sequence[Share]) -> None:
     """What each preset would hold on one GPU."""
-    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = table_of(
-        text("screen.model"),
-        text("screen.params"),
-        text("part.weights"),
-        text("screen.grads"),
-        text("screen.optim"),
-        text("screen.activ"),
-        text("screen.needs"),
-        text("screen.fits"),
-    )
-    for share in shares:
-        parts = (share.weights_bytes, share.gradients_bytes, share.optimizer_bytes, share.activations_bytes)
-        needs = share.priced.footprint.gpu.required_bytes
-        numbers = [f"{size / GIB:.2f}" for size in (*parts, needs)]
-        shape = share.priced.shape
-        table.add_row(shape.name, billions(shape.parameters), *numbers, _yes_no(share.priced.fits))
+    widen(console)
     for share in shares[:1]:
         say(console, strategy_line(share.priced))
         say(console, training_words(share.priced.levers))
         console.print()
+    held = ("part.weights", "screen.grads", "screen.optim", "screen.activ")
+    table = table_of("screen.model", "screen.params", *held, "screen.needs", "screen.fits")
+    for share in shares:
+        parts = (share.weights_bytes, share.gradients_bytes, share.optimizer_bytes, share.activations_bytes)
+        shape, needs = share.priced.shape, share.priced.footprint.gpu.required_bytes
+        numbers = [f"{size / GIB:.2f}" for size in (*parts, needs)]
+        table.add_row(shape.name, billions(shape.parameters), *numbers, _yes_no(share.priced.fits))
     console.print(table)
     say(console, text("screen.shares-note"), style="dim")
 
 
 def draw_gpus(console: Console, cards: Sequence[CatalogueCard]) -> None:
     """The catalogue."""
-    console.width = max(console.width, TABLE)  # narrower, a row would lose its name
-    table = table_of(
-        text("screen.card"),
-        text("screen.box"),
-        text("screen.usable"),
-        "bf16",
-        "fp16",
-        "GB/s",
-        text("screen.link"),
-        "GB/s",
-    )
+    widen(console)
+    table = table_of("screen.card", "screen.box", "screen.usable", "bf16", "fp16", "GB/s", "screen.link", "GB/s")
+
+    def rate(value: float | None, unit: float) -> str:
+        return "?" if value is None else f"{value / unit:.0f}"
+
     for card in cards:
         gpu = card.gpu
         name = gpu.name if card.devices == 1 else text("screen.each-of", name=gpu.name, devices=card.devices)
-        rates = (_rate(gpu.bf16_flops, 1e12), _rate(gpu.fp16_flops, 1e12), _rate(gpu.memory_bytes_per_s, 1e9))
-        link = (gpu.link or "?", _rate(gpu.link_bytes_per_s, 1e9))
-        table.add_row(name, str(card.size_gib), f"{gpu.memory_bytes / GIB:.1f}", *rates, *link)
+        rates = (rate(gpu.bf16_flops, 1e12), rate(gpu.fp16_flops, 1e12), rate(gpu.memory_bytes_per_s, 1e9))
+        sizes = (str(card.size_gib), f"{gpu.memory_bytes / GIB:.1f}")
+        table.add_row(name, *sizes, *rates, gpu.link or "?", rate(gpu.link_bytes_per_s, 1e9))
     console.print(table)
     say(console, text("screen.gpus-note"), style="dim")
 
 
-def _rate(value: float | None, unit: float) -> str:
-    return "?" if value is None else f"{value / unit:.0f}"
+def widen(console: Console) -> None:
+    """For a table that would lose the names of its rows: a narrower terminal breaks its lines itself."""
+    console.width = max(console.width, TABLE)
 
 
 def table_of(*heads: str) -> Table:
-    """A table without edges: the first column is text, the others are numbers."""
+    """A table without edges: the first column is text, the others are numbers. Heads are messages by their ids."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for position, head in enumerate(heads):
-        table.add_column(head, justify="right" if position else "left", overflow="fold", no_wrap=position > 0)
+        shown = text(head) if "." in head else head
+        table.add_column(shown, justify="right" if position else "left", overflow="fold", no_wrap=position > 0)
     return table
 
 
+def draw_figures(console: Console, rows: Sequence[Figure], head: str, compare: Callable[[float, float], str]) -> None:
+    """Predicted beside measured, and under `head` what `compare` says of the two where both are known."""
+    table = table_of("", "screen.predicted", "screen.measured", head)
+    for row in rows:
+        values = (row.predicted, row.measured)
+        known = row.predicted is not None and row.measured is not None and row.predicted > 0
+        compared = compare(row.predicted or 0, row.measured or 0) if known else ""
+        table.add_row(row.name, *(_figure_words(value, row.unit) for value in values), compared)
+    console.print(table)
+
+
+def _figure_words(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return {"bytes": size_words(int(value)), "seconds": f"{value:.3g} s", "tokens": f"{value:,.0f}"}[unit]
+
+
 def _yes_no(fits: bool | None) -> Text:
-    return {True: Text(text("screen.yes"), "green"), False: Text(text("screen.no"), "red"), None: Text("?", "dim")}[
-        fits
-    ]
+    return (
+        Text("?", "dim")
+        if fits is None
+        else Text(text("screen.yes"), "green")
+        if fits
+        else Text(text("screen.no"), "red")
+    )

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 from tightfit.messages import Message, end_sentence, text
-from tightfit.priced import GIB
-from tightfit.runs.checkpoints import FoundCheckpoint, Goner, Inventory, Maker
-from tightfit.screen import MIB, TABLE, draw_list, say, table_of
-
-EVERY_S = 10.0
-"""In a pipe, progress is said so often."""
+from tightfit.runs.checkpoints import Goner, Inventory, Maker
+from tightfit.runs.lines import MIB, size_words
+from tightfit.screen import draw_list, say, table_of, widen
 
 
 def draw_inventory(console: Console, there: Inventory, holder: str | None) -> None:
@@ -24,8 +18,8 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
     if not there.checkpoints and not there.orphans:
         say(console, text("screen.no-checkpoints", run=there.run))
         return
-    console.width = max(console.width, TABLE)  # narrower, a row would lose its end
-    table = table_of(text("screen.step-head"), text("screen.size"), text("screen.written"), text("screen.plan"), "")
+    widen(console)
+    table = table_of("screen.step-head", "screen.size", "screen.written", "screen.plan", "")
     for found in there.checkpoints:
         if found.problem is not None:
             state = Text(text("screen.not-whole-mark" if found.certain else "screen.unknown-mark"), "bold red")
@@ -70,37 +64,6 @@ def draw_pruned(console: Console, gone: Sequence[Goner], stay: int, *, dry: bool
     say(console, text("screen.would-be-freed" if dry else "screen.freed", size=freed, stays=stays), style="bold")
 
 
-class Verifying:
-    """How far the hashing is: a line that moves on a terminal, and one in ten seconds in a pipe."""
-
-    def __init__(self, total_bytes: int, *, quiet: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._done, self._quiet, self._clock = total_bytes, 0, quiet, clock
-        self._said_at = clock()
-        self._status: Status | None = None
-
-    def __enter__(self) -> Verifying:
-        if not self._quiet and sys.stderr.isatty():
-            self._status = Console(stderr=True).status(text("screen.verifying"), spinner="line")
-            self._status.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def heard(self, found: FoundCheckpoint, done_bytes: int) -> None:
-        self._done += done_bytes
-        line = text("screen.verifying-one", name=found.folder.name, done=size(self._done), total=size(self._total))
-        if self._status is not None:
-            self._status.update(line)
-        elif not self._quiet and self._clock() - self._said_at >= EVERY_S:
-            self._said_at = self._clock()
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
-
-
 def size(size_bytes: int) -> str:
-    """GiB, except for what is so small that it would be nought."""
-    if size_bytes >= GIB // 2:
-        return f"{size_bytes / GIB:.2f} GiB"
-    return f"{size_bytes / MIB:.1f} MiB" if size_bytes >= MIB // 2 else f"{size_bytes / 1024:.1f} KiB"
+    """As everywhere, and KiB for what is so small that it would be nought."""
+    return size_words(size_bytes) if size_bytes >= MIB // 2 else f"{size_bytes / 1024:.1f} KiB"

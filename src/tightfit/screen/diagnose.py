@@ -12,11 +12,7 @@ from tightfit.diagnose.verdict import Confidence, Diagnosis, Fix
 from tightfit.messages import Listing, Message, Said, end_sentence, text
 from tightfit.screen import phase_words, say
 
-SURE: dict[Confidence, Message] = {
-    "certain": Message("screen.certain"),
-    "likely": Message("screen.likely"),
-    "possible": Message("screen.possible"),
-}
+SURE: dict[Confidence, str] = {"certain": "screen.certain", "likely": "screen.likely", "possible": "screen.possible"}
 _MOST_LINES = 12
 _MOST_LETTERS = 400
 
@@ -32,7 +28,7 @@ def draw_diagnosis(console: Console, found: Diagnosis, expected: Said | None, na
     else:
         verdict = found.verdict
         say(console, str(verdict.cause), style="bold red")
-        facts = [SURE[verdict.confidence]]
+        facts = [Message(SURE[verdict.confidence])]
         if verdict.rank is not None:
             facts.append(Message("screen.first-rank", rank=verdict.rank))
         if verdict.phase is not None:

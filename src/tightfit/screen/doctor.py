@@ -8,32 +8,24 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.hardware.doctor.row import Check, Group, Light, worst
+from tightfit.hardware.doctor.row import GROUPS, LIGHTS, Check, worst
 from tightfit.messages import Message, end_sentence, text
 from tightfit.messages.wide import pad, wrap
 from tightfit.screen import NARROWEST, say
 
 _INDENT = " " * 8
-_WORDS: dict[Light, Message] = {
-    "green": Message("screen.all-green"),
-    "yellow": Message("screen.some-yellow"),
-    "red": Message("screen.some-red"),
-}
-_LIGHTS: dict[Light, Message] = {
-    "green": Message("screen.green"),
-    "yellow": Message("screen.yellow"),
-    "red": Message("screen.red"),
-}
-_GROUPS: dict[Group, Message] = {
-    "GPUs": Message("screen.gpus"),
-    "links": Message("screen.links"),
-    "host": Message("screen.host-group"),
-    "disk": Message("screen.disk"),
-    "software": Message("screen.software"),
-    "building": Message("screen.building"),
-    "environment": Message("screen.environment"),
-    "job": Message("screen.job"),
-}
+_VERDICTS = dict(zip(LIGHTS, ("screen.all-green", "screen.some-yellow", "screen.some-red"), strict=True))
+_LIGHTS = dict(zip(LIGHTS, ("screen.green", "screen.yellow", "screen.red"), strict=True))
+_GROUPS = dict(
+    zip(
+        GROUPS,
+        (
+            *("screen.gpus", "screen.links", "screen.host-group", "screen.disk", "screen.software"),
+            *("screen.building", "screen.environment", "screen.job"),
+        ),
+        strict=True,
+    )
+)
 
 
 def draw_checkup(console: Console, rows: Sequence[Check], seconds: float) -> None:
@@ -41,11 +33,13 @@ def draw_checkup(console: Console, rows: Sequence[Check], seconds: float) -> Non
     for number, (group, members) in enumerate(groupby(rows, key=lambda row: row.group)):
         if number:
             console.print()
-        console.print(Text(str(_GROUPS[group]), style="bold"))
+        console.print(Text(text(_GROUPS[group]), style="bold"))
         for row in members:
             width = max(console.width, NARROWEST) - len(_INDENT)
             lines = wrap(end_sentence(_capital(str(row.what))), width, break_on_hyphens=False).split("\n")
-            console.print(Text.assemble((pad(_LIGHTS[row.light], len(_INDENT)), row.light), lines[0]), soft_wrap=True)
+            console.print(
+                Text.assemble((pad(text(_LIGHTS[row.light]), len(_INDENT)), row.light), lines[0]), soft_wrap=True
+            )
             for line in lines[1:]:
                 console.print(Text(f"{_INDENT}{line}"), soft_wrap=True)
             if row.fix is not None:
@@ -55,7 +49,7 @@ def draw_checkup(console: Console, rows: Sequence[Check], seconds: float) -> Non
     console.print()
     verdict = worst(rows)
     lacking = verdict == "yellow" and any(row.id == "packages" and row.light == "yellow" for row in rows)
-    words = Message("screen.not-installed") if lacking else _WORDS[verdict]
+    words = Message("screen.not-installed") if lacking else Message(_VERDICTS[verdict])
     say(console, text("screen.looked-at", verdict=words, seconds=seconds), style=f"bold {verdict}")
 
 

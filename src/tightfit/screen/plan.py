@@ -14,21 +14,24 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.inputs.flags import checkpointing_word
+from tightfit.hardware.catalogue import native_bf16
+from tightfit.hardware.words import parse_hardware
+from tightfit.inputs.flags import checkpointing_word, flags_from_levers, spelt
+from tightfit.job.file import levers_of
 from tightfit.messages import Choice, Listing, Message, Said, end_sentence, id_of, text
 from tightfit.messages.wide import count_cells, pad, pad_left
 from tightfit.planner import Tiered
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
-from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
-from tightfit.priced import ENGINES, GIB, amounts, strategy_name
+from tightfit.planner.reasons import further, is_cut_off, lacking_bytes, missing, steps_of, time_words, worth_showing
+from tightfit.priced import ENGINES, GIB, amounts, billions, strategy_name
 from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
-from tightfit.screen.plan_words import hardware_words, head_words, lever_flags, model_words, reason_lines, verdict_words
-from tightfit.types import Levers
+from tightfit.types import Hardware, Levers, Lora, UserError
 
 CHOSEN, UNFIT = "→", "×"
 FILL = ("█", "blue")
@@ -42,7 +45,8 @@ LEFT_OUT = ("GPU", "free", "batch", "host", "checkpoint", "lacks", "offload")
 TEXT = ("", "engine", "offload", "checkpoint", "batch", "GPUs", "GPU", "lacks")
 """The columns that stand to the left."""
 UNBROKEN = "\N{NO-BREAK SPACE}"
-
+ALWAYS = ("engine", "micro_batch", "accum", "checkpointing")
+"""The levers that say most, printed whatever they are."""
 
 LIMITS = {
     "seq": ("screen.no-sequence-fits", "screen.longest-sequence"),
@@ -50,15 +54,17 @@ LIMITS = {
     "model": ("screen.no-preset-fits", "screen.largest-preset"),
 }
 """What is said where none fits, and where one does."""
-HEADS = {
-    "engine": Message("screen.engine"),
-    "offload": Message("screen.offload"),
-    "checkpoint": Message("screen.checkpoint"),
-    "batch": Message("screen.batch"),
-    "host": Message("screen.host"),
-    "free": Message("screen.free"),
-    "lacks": Message("screen.lacks"),
-}
+HEADS = frozenset(
+    (
+        "screen.engine",
+        "screen.offload",
+        "screen.checkpoint",
+        "screen.batch",
+        "screen.host",
+        "screen.free",
+        "screen.lacks",
+    )
+)
 """The columns whose heads are words."""
 
 Row = tuple[str, Way]
@@ -205,7 +211,7 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
     if len({way.world for _, way in rows}) == 1:
         columns.remove("GPUs")
     columns.remove("free" if not any(way.fits for _, way in rows) else "lacks")
-    heads = {name: str(HEADS.get(name, name)) for name in columns}
+    heads = {name: text(f"screen.{name}") if f"screen.{name}" in HEADS else name for name in columns}
     widths = {
         name: max(count_cells(each) for each in (heads[name], *(line[name] for line in lines))) for name in columns
     }
@@ -220,32 +226,29 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
         spare = room - (sum(widths.values()) - SHORTEST_BAR) - len(widths) + 1
         gap = 2 if spare >= TELLING_BAR + len(widths) else 1
         widths["GPU"] = max(SHORTEST_BAR, min(LONGEST_BAR, spare - (gap - 1) * (len(widths) - 2)))
-    _draw_line(console, {name: heads[name] for name in columns}, widths, gap, "bold")
+
+    def draw_line(cells: Mapping[str, str | Text], style: str) -> None:
+        line = Text()
+        for place, name in enumerate(columns):
+            cell, align = cells[name], pad if name in TEXT else pad_left
+            line.append(" " * (0 if not place else 1 if place == 1 else gap))
+            line.append_text(cell if isinstance(cell, Text) else Text(align(cell, widths[name])))
+        line.rstrip()
+        line.stylize_before(style)
+        console.print(line, soft_wrap=True)
+
+    draw_line(heads, "bold")
     console.print(Text("─" * (sum(widths.values()) + 1 + gap * (len(widths) - 2))), soft_wrap=True)
     card = rows[0][1].hardware.gpu.memory_bytes
     scale = min(max(card, *(way.footprint.gpu.required_bytes for _, way in rows)), round(MOST_OVER * card))
     for (mark, way), line in zip(rows, lines, strict=True):
-        cells: dict[str, str | Text] = {name: line[name] for name in columns}
+        cells: dict[str, str | Text] = {**line}
         if "GPU" in columns:
             need = min(way.footprint.gpu.required_bytes, scale)
             cells["GPU"] = bar([(FILL, min(need, card)), (OVER, max(0, need - card))], scale, widths["GPU"], card)
         style = {CHOSEN: "bold green", "tier": "bold"}.get(mark, "" if way.fits else "dim")
-        _draw_line(console, cells, widths, gap, style)
+        draw_line(cells, style)
     return columns
-
-
-def _draw_line(
-    console: Console, cells: Mapping[str, str | Text], widths: Mapping[str, int], gap: int, style: str
-) -> None:
-    line = Text()
-    for place, (name, cell) in enumerate(cells.items()):
-        width = widths[name]
-        drawn = cell if isinstance(cell, Text) else Text((pad if name in TEXT else pad_left)(cell, width))
-        line.append(" " * (0 if not place else 1 if place == 1 else gap))
-        line.append_text(drawn)
-    line.rstrip()
-    line.stylize_before(style)
-    console.print(line, soft_wrap=True)
 
 
 def _cells(mark: str, way: Way) -> dict[str, str]:
@@ -283,18 +286,14 @@ def _draw_legend(
     """What the marks and columns mean, those that are there."""
     size, ram = f"{plan.hardware.gpu.memory_bytes / GIB:.1f} GiB", plan.hardware.host_ram_bytes
     marks = {mark for mark, _ in rows}
-    words = ((CHOSEN, Message("screen.chosen")), (UNFIT, Message("screen.does-not-fit")))
-    parts = [f"{mark} {word}" for mark, word in words if mark in marks]
+    words = {CHOSEN: "screen.chosen", UNFIT: "screen.does-not-fit"}
+    parts = [f"{mark} {text(word)}" for mark, word in words.items() if mark in marks]
     parts += [*more, text("screen.card-line" if "GPU" in columns else "screen.card-gib", size=size)]
     if "batch" in columns:
         parts.append(text("screen.batch-note"))
-    places = {
-        "opt": Message("screen.opt-note"),
-        "all": Message("screen.all-note"),
-        "NVMe+CPU": Message("screen.both-note"),
-    }
+    places = {"opt": "screen.opt-note", "all": "screen.all-note", "NVMe+CPU": "screen.both-note"}
     offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
-    parts += [str(word) for key, word in places.items() if key in offloads]
+    parts += [text(word) for key, word in places.items() if key in offloads]
     if "host" in columns:
         parts.append(text("screen.host-note"))
         if ram is not None and any(way.footprint.host.peak_bytes_per_node > ram for _, way in rows):
@@ -320,14 +319,12 @@ def _draw_verdict(console: Console, plan: Plan, otherwise: str, *, with_model: b
     if way is None:
         say(console, otherwise, style="bold red")
         return
-    needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-    say(console, verdict_words(plan, way, needed, size), style="bold green")
-    draw_levers(console, lever_flags(plan, way, with_model=with_model))
-    draw_list(console, text("screen.it-changes"), [end_sentence(change) for change in way.changes])
+    draw_chosen(console, plan, way, lever_flags(plan, way, with_model=with_model))
 
 
-def draw_levers(console: Console, flags: Sequence[str]) -> None:
-    """No line ends between a flag and its value: people copy this."""
+def draw_chosen(console: Console, plan: Plan, way: Way, flags: Sequence[str]) -> None:
+    """How it runs and what that changes. No line ends between a flag and its value: people copy this."""
+    say(console, verdict_words(plan, way), style="bold green")
     title = text("screen.levers")
     width = max(console.width, NARROWEST) - count_cells(title) + len(title)
     wrapped = textwrap.fill(
@@ -339,3 +336,88 @@ def draw_levers(console: Console, flags: Sequence[str]) -> None:
         break_on_hyphens=False,
     )
     console.print(Text(wrapped.replace(UNBROKEN, " ")), soft_wrap=True)
+    draw_list(console, text("screen.it-changes"), [end_sentence(change) for change in way.changes])
+
+
+def model_words(plan: Plan) -> str:
+    """What is trained, and how: as it was chosen, where that differs from what was asked."""
+    shown = plan.chosen or next(iter(worth_showing(plan)), None)
+    shape = shown.shape if shown else plan.shape
+    levers = shown.levers if shown else levers_of(plan.job, plan.shape)
+    parts = [
+        f"{shape.name} ({billions(shape.parameters)})",
+        levers.method if levers.lora is None else text("screen.rank", method=levers.method, rank=levers.lora.rank),
+        levers.precision if levers.master_weights else text("screen.pure", precision=levers.precision),
+        *([] if levers.optimizer == "adamw" else [levers.optimizer]),
+    ]
+    return ", ".join(parts)
+
+
+def hardware_words(hardware: Hardware) -> str:
+    """`2 nodes × 8 × A100`, `6 × 24GB cards`."""
+    name = hardware.gpu.name
+    many = "s" if hardware.gpus_per_node > 1 and name.endswith(" card") else ""
+    if hardware.nodes == 1:
+        return f"{hardware.gpus_per_node} × {name}{many}"
+    return text("screen.nodes", nodes=hardware.nodes, per_node=hardware.gpus_per_node, name=f"{name}{many}")
+
+
+def head_words(plan: Plan, hardware: Hardware, tokens: int) -> Message:
+    """What is trained on what, and how much of it in a step."""
+    what, where = model_words(plan), hardware_words(hardware)
+    return Message("screen.head", what=what, hardware=where, batch=plan.effective_batch, tokens=tokens)
+
+
+def verdict_words(plan: Plan, way: Way) -> Message:
+    """How fast it is, in what, and how long it takes where the steps are known."""
+    needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+    steps = steps_of(plan.job, plan.effective_batch)
+    duration: Message | str = ""
+    if plan.hours is not None and steps is not None:
+        late = Message("screen.late", timeout=plan.job.timeout) if is_cut_off(plan) else ""
+        duration = Message("screen.duration", time=time_words(plan.hours), steps=steps, late=late)
+    about = {"way": strategy_name(way.levers), "pace": way.pace.tokens_per_s}
+    return Message("screen.verdict", **about, needed=needed, size=size, duration=duration)
+
+
+def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:
+    """The way as flags of `estimate`, each with its value. `with_model`: no command named the model.
+
+    A promise: after `tightfit estimate` with the same model and machine they price the very way that was chosen. So
+    there is every flag that `estimate` would set otherwise by itself, and every one that the user's own command set
+    otherwise, since people put them behind that.
+    """
+    now, method = flags_from_levers(way.levers), way.levers.method
+    # What `estimate` takes where nothing is said.
+    plain = Levers(method=method, lora=None if method == "full" else Lora())
+    usual = flags_from_levers(plain) | {"method": Levers().method}
+    if native_bf16(way.hardware.gpu.arch) is False:
+        usual["precision"] = ""  # chosen by the card: what was chosen is said
+    try:  # what the user's own command or file says
+        said = flags_from_levers(levers_of(plan.job, plan.shape))
+    except UserError:
+        said = {}
+    names = [*ALWAYS, *(name for name in now if name not in ALWAYS)]
+    told = [
+        name
+        for name in names
+        if name in ALWAYS or name not in usual or now[name] != usual[name] or now[name] != said.get(name, now[name])
+    ]
+    flags = [f"--model {way.shape.name}"] if with_model or way.shape.name != plan.shape.name else []
+    flags += [f"{spelt(name)} {now[name]}" for name in told if name != "master_weights"]
+    if not way.levers.master_weights:
+        flags.append("--no-master-weights")
+    # `estimate` prices by itself all GPUs that --gpus names, or one.
+    word = plan.job.hardware.gpus
+    usual_world = 1 if word is None or word.strip().lower() == "this" else parse_hardware(word).world
+    if way.world != usual_world:
+        flags.append(f"--world {way.world}")
+    return flags
+
+
+def reason_lines(plan: Plan) -> list[Said]:
+    """What was not said above and will not be said below: that nothing fits, the verdict has said already."""
+    return [
+        cast(Message, said.fields["nearest"]) if isinstance(said, Message) and said.id == "plan.nothing-free" else said
+        for said in further(plan)
+    ]

@@ -17,22 +17,18 @@ from rich.text import Text
 from tightfit.diagnose.verdict import Verdict
 from tightfit.hardware.machine import Occupancy
 from tightfit.hardware.probes.card import CardProcess
-from tightfit.messages import Listing, Message, bare, end_sentence, text
+from tightfit.messages import Listing, Message, Said, bare, text
 from tightfit.planner.plan import Plan
-from tightfit.priced import amounts
 from tightfit.runs.events import Event, Progress, Step, Tally
 from tightfit.runs.lines import MIB, MILESTONES, Lines, line_of, loss_words, moving_line, size_words
 from tightfit.runs.records import AttemptRecord, WorkerFile
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Failure, traceback_in
-from tightfit.screen import draw_list, say, table_of
-from tightfit.screen.plan import draw_levers
-from tightfit.screen.plan_words import head_words, lever_flags, reason_lines, verdict_words
+from tightfit.screen import Figure, draw_figures, draw_list, say
+from tightfit.screen.plan import draw_chosen, head_words, lever_flags, reason_lines
 
 MOST_FIXES = 4
 """Remedies that are named at the end; `tightfit diagnose` knows them all."""
-
-# --- before -------------------------------------------------------------------------------------
 
 
 def draw_start(console: Console, plan: Plan, folder: str) -> None:
@@ -40,10 +36,7 @@ def draw_start(console: Console, plan: Plan, folder: str) -> None:
     way = plan.chosen
     assert way is not None, "what does not fit is an error before anything is drawn"
     say(console, head_words(plan, way.hardware, way.levers.sequence), style="bold")
-    needed, size = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
-    say(console, verdict_words(plan, way, needed, size), style="bold green")
-    draw_levers(console, [flag for flag in lever_flags(plan, way) if not flag.startswith("--world ")])
-    draw_list(console, text("screen.it-changes"), [end_sentence(change) for change in way.changes])
+    draw_chosen(console, plan, way, [flag for flag in lever_flags(plan, way) if not flag.startswith("--world ")])
     draw_list(console, text("screen.because"), reason_lines(plan))
     draw_list(console, text("screen.never-run"), plan.unproven)
     console.print()
@@ -89,9 +82,6 @@ def _free(free_bytes: int | None, total_bytes: int | None) -> Message:
     total = Message("screen.unknown-size") if total_bytes is None else f"{total_bytes / MIB:,.0f} MiB"
     free = Message("screen.unknown-part") if free_bytes is None else f"{free_bytes / MIB:,.0f} MiB"
     return Message("screen.part-free", free=free, total=total)
-
-
-# --- while it runs ------------------------------------------------------------------------------
 
 
 class Board:
@@ -142,9 +132,6 @@ class Board:
         self._console.print(Text(line, style=style), soft_wrap=True)
 
 
-# --- after --------------------------------------------------------------------------------------
-
-
 def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str, *, attempts: int = 1) -> None:
     """Predicted against measured, and what to do with what came out."""
     console.print()
@@ -160,28 +147,20 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
         if attempts > 1:
             say(console, text("screen.took-attempts", n=attempts, folder=folder))
         console.print()
-    rows: list[tuple[str, float | None, float | None, str]] = []
+    rows = []
     for mark in tally.marks:
-        name = MILESTONES.get(mark.milestone, mark.milestone)
+        key, name = mark.milestone, MILESTONES.get(mark.milestone, mark.milestone)
         if mark.measured_bytes is not None:
-            rows.append((text("screen.memory-at", what=name), mark.predicted_bytes, mark.measured_bytes, "bytes"))
+            at = text("screen.memory-at", what=name)
+            rows.append(Figure(key, at, "bytes", mark.predicted_bytes, mark.measured_bytes))
         elif mark.host_bytes is not None:  # of the whole process: no plan is comparable with it
-            rows.append((text("screen.ram-at", what=name), None, mark.host_bytes, "bytes"))
+            rows.append(Figure(key, text("screen.ram-at", what=name), "bytes", None, mark.host_bytes))
     if tally.peak_bytes is not None:
-        rows.append((text("screen.memory-peak"), worker.peak_bytes, tally.peak_bytes, "bytes"))
-    rows.append((text("screen.a-step"), worker.step_s, tally.step_s, "seconds"))
-    rows.append((text("screen.tokens-per-second"), worker.tokens_per_s, tally.tokens_per_s, ""))
-    table = table_of("", text("screen.predicted"), text("screen.measured"), "")
-    shown = {
-        "bytes": lambda value: size_words(int(value)),
-        "seconds": lambda value: f"{value:.3g} s",
-        "": lambda value: f"{value:,.0f}",
-    }
-    for name, predicted, measured, unit in rows:
-        cells = ["-" if value is None else shown[unit](value) for value in (predicted, measured)]
-        known = predicted is not None and measured is not None and predicted > 0
-        table.add_row(name, *cells, f"{100 * (measured or 0) / (predicted or 1):.0f} %" if known else "")
-    console.print(table)
+        rows.append(Figure("peak", text("screen.memory-peak"), "bytes", worker.peak_bytes, tally.peak_bytes))
+    rows.append(Figure("step_s", text("screen.a-step"), "seconds", worker.step_s, tally.step_s))
+    pace, tokens = text("screen.tokens-per-second"), worker.tokens_per_s
+    rows.append(Figure("tokens_per_s", pace, "tokens", tokens, tally.tokens_per_s))
+    draw_figures(console, rows, "", lambda old, new: f"{100 * new / old:.0f} %")
     if worker.vendor == "cpu":
         say(console, text("screen.no-cpu-rates"), style="dim")
     model = f"{folder}/model"
@@ -194,41 +173,43 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
     draw_list(console, text("screen.what-came-out"), came_out)
 
 
-def draw_failure(console: Console, failure: Failure, verdict: Verdict | None = None) -> None:
-    """What failed first, and what that rank printed last; of a bug the whole traceback."""
-    console.print(
-        Text(f"tightfit: {text('screen.training-failed', why=bare(failure.sentence))}", style="bold"), soft_wrap=True
-    )
-    tail = failure.tail
-    if verdict is not None and verdict.kind == "code" and failure.log is not None:
-        tail = traceback_in(failure.log) or tail
+def draw_last_lines(console: Console, said: str, tail: Sequence[str], log: object) -> None:
+    """What failed, and what its log ends with."""
+    console.print(Text(f"tightfit: {said}", style="bold"), soft_wrap=True)
     if tail:
-        console.print(Text(text("screen.last-lines", log=failure.log)), soft_wrap=True)
+        console.print(Text(text("screen.last-lines", log=log)), soft_wrap=True)
     for line in tail:
         console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
 
 
-def draw_attempts(
-    console: Console, failure: Failure, records: Sequence[AttemptRecord], verdict: Verdict | None
-) -> None:
-    """Why it failed, what was tried, and what would help."""
+def draw_failure(console: Console, failure: Failure, records: Sequence[AttemptRecord], verdict: Verdict | None) -> None:
+    """What failed first and what that rank printed last, of a bug the whole traceback; why, what was tried, and what
+    would help."""
+    tail = failure.tail
+    if verdict is not None and verdict.kind == "code" and failure.log is not None:
+        tail = traceback_in(failure.log) or tail
+    draw_last_lines(console, text("screen.training-failed", why=bare(failure.sentence)), tail, failure.log)
     if verdict is None:
         return
     last, same = records[-1].next, bare(verdict.cause).lower() == bare(failure.sentence).lower()
     draw_list(console, text("screen.why"), [] if same else [verdict.cause])
-    if len(records) > 1:
-        tried = []
-        for record in records:
-            step, following = record.last_step, record.next
-            at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
-            cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
-            action = "" if following is None or following.action == "stop" else f" → {following.action}"
-            changed: Message | str = ""
-            if following is not None and following.changed:
-                changed = Message("screen.in-brackets", said=Listing(following.changed))
-            said = {"number": record.number, "plan": record.plan, "at": at, "cause": cause}
-            tried.append(text("screen.attempt-failed", **said, following=action, changed=changed))
-        draw_list(console, text("screen.what-was-tried"), tried)
+    tried = []
+    for record in records if len(records) > 1 else ():
+        (at, cause), following = failure_words(record), record.next
+        action = "" if following is None or following.action == "stop" else f" → {following.action}"
+        changed: Message | str = ""
+        if following is not None and following.changed:
+            changed = Message("screen.in-brackets", said=Listing(following.changed))
+        said = {"number": record.number, "plan": record.plan, "at": at, "cause": cause}
+        tried.append(text("screen.attempt-failed", **said, following=action, changed=changed))
+    draw_list(console, text("screen.what-was-tried"), tried)
     stopped = [] if last is None else [text("screen.nothing-more-tried", because=bare(last.because))]
     helps = [fix.text if fix.command is None else f"{fix.text} {fix.command}" for fix in verdict.fixes[:MOST_FIXES]]
     draw_list(console, text("screen.what-would-help"), [*stopped, *helps])
+
+
+def failure_words(record: AttemptRecord) -> tuple[Message, Said]:
+    """At which step an attempt failed, and why."""
+    step, cause = record.last_step, record.cause
+    at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
+    return at, "" if cause is None else Message("screen.colon", said=bare(cause.sentence))

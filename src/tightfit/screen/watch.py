@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.cells import cell_len
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
 from tightfit.hardware.probes.card import CardProcess
-from tightfit.messages import Listing, Message, bare, text
+from tightfit.messages import Listing, Message, id_of, text
 from tightfit.messages.wide import pad, pad_left
 from tightfit.priced import GIB
 from tightfit.runs.health import BRIM, FULL, Light
-from tightfit.runs.lines import MIB, duration, loss_words
+from tightfit.runs.lines import MIB, Lines, duration, loss_words
 from tightfit.runs.machine_eye import Host
-from tightfit.runs.watching import Look, RunEye
-from tightfit.screen.train import process_words
+from tightfit.runs.watching import Look, RunEye, Watcher
+from tightfit.screen.train import failure_words, process_words
 
 MARKS = {"green": "✓", "yellow": "!", "red": "✗", "unknown": "?"}
 STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unknown": "dim"}
@@ -37,27 +41,21 @@ LATEST = 6
 """Events that are shown at most."""
 OLD_S = 3.0
 """Figures of cards that are older say so."""
+LIGHT_S = 60.0
+"""In a pipe, a light that changes is worth a line so often, and one that turns red always."""
+MACHINE_EVERY_S = 60.0
+"""In a pipe, a machine without a run is worth a line so often."""
 
 # A column: its head, its width, and from which width of the terminal on it is shown.
-_COLUMNS = (
-    ("now", 7, 0),
-    ("peak", 7, 50),
-    ("plan", 7, 56),
-    ("total", 7, 0),
-    ("use", 7, 62),
-    ("temp", 7, 70),
-    ("power", 7, 77),
-    ("processes", 22, 100),
-)
-_HEADS = {
-    "now": Message("screen.now"),
-    "peak": Message("screen.peak"),
-    "plan": Message("screen.plan"),
-    "total": Message("screen.total"),
-    "use": Message("screen.use"),
-    "temp": Message("screen.temp"),
-    "power": Message("screen.power"),
-    "processes": Message("screen.processes-head"),
+_COLUMNS = {
+    "now": (Message("screen.now"), 7, 0),
+    "peak": (Message("screen.peak"), 7, 50),
+    "plan": (Message("screen.plan"), 7, 56),
+    "total": (Message("screen.total"), 7, 0),
+    "use": (Message("screen.use"), 7, 62),
+    "temp": (Message("screen.temp"), 7, 70),
+    "power": (Message("screen.power"), 7, 77),
+    "processes": (Message("screen.processes-head"), 22, 100),
 }
 
 
@@ -87,9 +85,7 @@ def picture(look: Look, width: int, height: int | None = None, *, plain_letters:
     if run is not None:
         failed = []
         for record in [each for each in run.attempts if each.state == "failed"][-3:]:
-            step = record.last_step
-            at = Message("screen.before-first-step") if step is None else Message("screen.after-step", step=step)
-            cause = "" if record.cause is None else Message("screen.colon", said=bare(record.cause.sentence))
+            at, cause = failure_words(record)
             following = "" if record.next is None else f" → {record.next.action}"
             failed.append(Text(f"  {Listing((str(record.number), record.plan, at))}{cause}{following}"))
         more += _with_title(text("screen.failed-attempts"), failed)
@@ -144,9 +140,6 @@ def light_words(light: Light) -> str:
     return f"{MARKS[light.colour]} {light.title}" + (f": {light.text}" if light.text else "")
 
 
-# --- the run ------------------------------------------------------------------------------------
-
-
 def _progress(run: RunEye, width: int, *, plain_letters: bool) -> list[Text]:
     step = run.step
     if step is None or run.doing is not None:
@@ -186,44 +179,52 @@ def sparkline(values: Sequence[float], room: int, levels: str = LEVELS) -> str:
     return "".join(levels[min(len(levels) - 1, int((mean - low) / span * len(levels)))] for mean in means)
 
 
-# --- the rows -----------------------------------------------------------------------------------
+class _RowSizes(NamedTuple):
+    """Of one row, in bytes; None: not known."""
+
+    now: int | None
+    peak: int | None
+    planned: int | None
+    total: int | None
 
 
 def _table(look: Look, width: int) -> list[Text]:
-    columns = [column for column in _COLUMNS if width >= column[2]]
-    room = min(WIDEST_BAR, max(BAR, width - LABEL - sum(size for _, size, _ in columns)))
+    columns = {name: size for name, (_, size, least) in _COLUMNS.items() if width >= least}
+    room = min(WIDEST_BAR, max(BAR, width - LABEL - sum(columns.values())))
     old = look.cards and look.cards_age_s > OLD_S
     title = text("screen.gib-ago", seconds=look.cards_age_s) if old else text("screen.memory-gib")
-    words = {name: str(_HEADS[name]) for name, _, _ in columns}
-    heads = "".join(
-        pad_left(words[name], size) if name != "processes" else f"  {words[name]}" for name, size, _ in columns
-    )
-    lines = [Text(f"{'':{LABEL}}{pad(title, room)}{heads}", style="dim")]
+
+    def in_columns(cells: Mapping[str, str]) -> str:
+        placed = [
+            pad_left(cells.get(name, ""), size) if name != "processes" else f"  {cells.get(name, '')}"
+            for name, size in columns.items()
+        ]
+        return "".join(placed)
+
+    def row(name: str, sizes: _RowSizes, **cells: str) -> Text:
+        peak, plan = ("" if size is None else _amount(size) for size in (sizes.peak, sizes.planned))
+        cells |= {"now": _amount(sizes.now), "peak": peak, "plan": plan, "total": _amount(sizes.total)}
+        return Text.assemble(pad(name, LABEL), _bar(sizes, room - 1), " ", in_columns(cells))
+
+    heads = {name: str(head) for name, (head, _, _) in _COLUMNS.items()}
+    lines = [Text(f"{'':{LABEL}}{pad(title, room)}{in_columns(heads)}", style="dim")]
     for each in look.cards:
         card = each.card
-        sizes = _RowSizes(card.used_bytes, each.peak_bytes, each.planned_bytes, card.total_bytes)
-        cells = {
-            "use": _unit(card.use_percent, " %"),
-            "temp": _unit(card.temperature_c, " °C"),
-            "power": _unit(card.power_w, " W"),
-            "processes": _who(card.processes),
-        }
-        lines.append(_row(f"GPU {card.index}", sizes, room, columns, cells))
-    lines += [_row(name, sizes, room, columns, {"processes": who}) for name, sizes, who in _rank_rows(look)]
-    host = look.host
-    lines.append(_row(text("screen.host"), _RowSizes(host.used_bytes, None, None, host.total_bytes), room, columns, {}))
-    if cpu := _cpu(host):
+        lines.append(
+            row(
+                f"GPU {card.index}",
+                _RowSizes(card.used_bytes, each.peak_bytes, each.planned_bytes, card.total_bytes),
+                use=_unit(card.use_percent, " %"),
+                temp=_unit(card.temperature_c, " °C"),
+                power=_unit(card.power_w, " W"),
+                processes=_who(card.processes),
+            )
+        )
+    lines += [row(name, sizes, processes=who) for name, sizes, who in _rank_rows(look)]
+    lines.append(row(text("screen.host"), _RowSizes(look.host.used_bytes, None, None, look.host.total_bytes)))
+    if cpu := _cpu(look.host):
         lines.append(Text(f"{'CPU':<{LABEL}}{cpu}"))
     return lines
-
-
-class _RowSizes:
-    """Of one row, in bytes; None: not known."""
-
-    __slots__ = ("now", "peak", "planned", "total")
-
-    def __init__(self, now: int | None, peak: int | None, planned: int | None, total: int | None) -> None:
-        self.now, self.peak, self.planned, self.total = now, peak, planned, total
 
 
 def _rank_rows(look: Look) -> list[tuple[str, _RowSizes, str]]:
@@ -240,28 +241,8 @@ def _rank_rows(look: Look) -> list[tuple[str, _RowSizes, str]]:
         ]
     if run.step is None or run.step.host_bytes is None:
         return []
-    return [
-        ("rank 0", _RowSizes(run.step.host_bytes, None, planned, share), "")
-    ]  # on another machine, or another user's
-
-
-def _row(
-    name: str, sizes: _RowSizes, room: int, columns: Sequence[tuple[str, int, int]], cells: dict[str, str]
-) -> Text:
-    texts = {
-        "now": _amount(sizes.now),
-        "peak": "" if sizes.peak is None else _amount(sizes.peak),
-        "plan": "" if sizes.planned is None else _amount(sizes.planned),
-        "total": _amount(sizes.total),
-        **cells,
-    }
-    line = Text(pad(name, LABEL))
-    line.append_text(_bar(sizes, room - 1))
-    line.append(" ")
-    for head, size, _ in columns:
-        cell = texts.get(head, "")
-        line.append(pad_left(cell, size) if head != "processes" else f"  {cell}")
-    return line
+    # on another machine, or another user's
+    return [("rank 0", _RowSizes(run.step.host_bytes, None, planned, share), "")]
 
 
 def _bar(sizes: _RowSizes, room: int) -> Text:
@@ -298,13 +279,69 @@ def _who(processes: Sequence[CardProcess] | None) -> str:
     return f"{first.pid}{f' {first.user}' if first.user else ''}{more}"[:20]
 
 
-# --- the rest, where there is room ---------------------------------------------------------------
-
-
 def _with_title(title: str, lines: list[Text]) -> list[Text]:
     return [Text(), Text(title, style="dim"), *lines] if lines else []
 
 
-def stamp(at: float | None = None) -> str:
-    """The time of day, for lines that stay."""
-    return datetime.fromtimestamp(time.time() if at is None else at).strftime("%H:%M:%S")
+@contextmanager
+def show_in_place(console: Console) -> Iterator[Callable[[Look], None]]:
+    """The picture, drawn anew with each look. What was last seen stays on the screen."""
+    live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def show(look: Look) -> None:
+        lines = picture(look, console.width, console.height - 1, plain_letters=console.options.ascii_only)
+        live.update(Text("\n").join(lines), refresh=True)
+
+    live.start()
+    try:
+        yield show
+    finally:
+        with suppress(OSError):  # a terminal that was closed
+            live.stop()
+
+
+@contextmanager
+def show_lines(watcher: Watcher, put: Callable[[str], object]) -> Iterator[Callable[[Look], None]]:
+    """Lines that stay, for a pipe or a log: `put` writes one."""
+    lines: Lines | None = None
+    said: dict[str, tuple[str, float]] = {}  # each light's colour, and when it was said
+    warned: Collection[str] = ()
+    machine_at = -math.inf
+
+    def say(line: str, style: str = "") -> None:
+        del style  # where every line stays there are no colours
+        put(f"{datetime.now():%H:%M:%S}  {line}")
+
+    def show(look: Look) -> None:
+        nonlocal lines, warned, machine_at
+        now, run = time.monotonic(), look.run
+        if lines is None:
+            lines = Lines(say, 0 if run is None or run.worker is None else run.worker.peak_bytes)
+            if run is not None:
+                where = text("cli.at-step", step=run.step.step) if run.step else text("cli.before-its-first-step")
+                say(text("cli.watching-run", folder=run.folder, at=where))
+        elif watcher.run is not None:
+            for event in watcher.run.fresh:
+                lines.show(event)
+        if run is None and now - machine_at >= MACHINE_EVERY_S:
+            machine_at = now
+            say(one_line(look))
+        for light in look.health.lights:
+            colour, at = said.get(light.name, ("unknown", -math.inf))
+            if light.colour not in ("unknown", colour) and (light.colour == "red" or now - at >= LIGHT_S):
+                said[light.name] = light.colour, now
+                say(light_words(light))
+        # A warning is said once as long as it holds: its figures change all the time.
+        kinds = {id_of(warning) or str(warning): warning for warning in look.health.warnings}
+        for kind in kinds.keys() - set(warned):
+            say(f"! {kinds[kind]}")
+        warned = kinds.keys()
+
+    try:
+        yield show
+    except OSError:
+        lines = None  # nobody hears any more
+        raise
+    finally:
+        if lines is not None:
+            lines.end()

@@ -12,6 +12,7 @@ from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan import bounds_of, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import each_stage, read_request
+from tightfit.formats.llamafactory.write import names_a_file
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.inputs.surroundings import is_installed
@@ -29,17 +30,16 @@ ADAM_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCheck:
-    """A job that was read, and the plan for it; None: no plan could be made, for the reason given."""
+    """A job that was read, and the plan for it, or why none could be made."""
 
     settled: PlanInput
     folder: Path
-    plan: Plan | None
-    problem: str | None
+    plan: Plan | str
     is_llamafactory: bool
 
     @property
     def way(self) -> Way | None:
-        return self.plan.chosen if self.plan is not None else None
+        return None if isinstance(self.plan, str) else self.plan.chosen
 
     @property
     def is_for_here(self) -> bool:
@@ -64,19 +64,14 @@ def read(path: str, output: str | None) -> JobCheck:
     request = read_request({"file": path} | ({"output": output} if output is not None else {}))
     request = next(iter(each_stage(request)), request)  # of several, the one that comes first
     settled = with_a_scan_that_runs(resolve_request(request, for_others=True))
-    plan: Plan | None = None
-    problem: str | None = None
+    plan: Plan | str
     try:
         plan = answer_of(request, settled, bounds_of(settled.job, None, calibration_of(request, settled.job)))
     except ConfigError as error:
-        problem = str(error)
-    return JobCheck(
-        settled=settled,
-        folder=Path(output or settled.job.saving.folder).expanduser().absolute(),
-        plan=plan,
-        problem=problem,
-        is_llamafactory=request.file is not None and request.file.is_llamafactory,
-    )
+        plan = str(error)
+    folder = Path(output or settled.job.saving.folder).expanduser().absolute()
+    is_llamafactory = request.file is not None and request.file.is_llamafactory
+    return JobCheck(settled=settled, folder=folder, plan=plan, is_llamafactory=is_llamafactory)
 
 
 def _row(name: str, light: Light, what: Said, fix: Said | None = None, *commands: str) -> Check:
@@ -87,16 +82,14 @@ def _check_plan(check: JobCheck) -> Check:
     hardware, way = check.settled.hardware, check.way
     where = f"{hardware.world} × {hardware.gpu.name}"
     where = where if check.is_for_here else text("cli.named-by-job", where=where)
-    if check.plan is None:
-        problem = text("cli.no-plan", value=str(check.problem).rstrip("."))
+    if isinstance(check.plan, str):
+        problem = text("cli.no-plan", value=check.plan.rstrip("."))
         return _row("plan", "red", problem, text("cli.change-what-names"))
     if way is None:
         return _row("plan", "red", text("cli.nothing-fits", where=where), way_out(check.plan, str(HOW_FAR)))
     sizes = {"need": gib(way.footprint.gpu.required_bytes), "have": gib(way.hardware.gpu.memory_bytes)}
-    name = check.settled.shape.name
-    return _row(
-        "plan", "green", text("cli.fits-gpu", name=name, where=where, levers=strategy_name(way.levers), **sizes)
-    )
+    about = {"name": check.settled.shape.name, "where": where, "levers": strategy_name(way.levers)}
+    return _row("plan", "green", text("cli.fits-gpu", **about, **sizes))
 
 
 def _check_launcher(check: JobCheck) -> Check:
@@ -122,8 +115,6 @@ def _check_launcher(check: JobCheck) -> Check:
 
 
 def _check_data(path: str | None) -> Check:
-    from tightfit.formats.llamafactory.write import names_a_file
-
     if path is None:
         return _row("data", "green", text("cli.job-names-data"))
     if path.startswith("shipped:"):

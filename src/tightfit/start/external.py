@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,47 +83,6 @@ class Known:
         return plan_as_it_is(self.job, self.shape, self.levers, self.hardware, priced.footprint, fits=bool(priced.fits))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserSaid:
-    """What the user says of a command that does not say it itself."""
-
-    model: str | None = None
-    sequence: int | None = None
-    micro_batch: int | None = None
-
-
-def read_known(
-    external: ExternalTraining,
-    hardware: Hardware,
-    allow: tuple[Allowance, ...],
-    calibration: Calibration | None = None,
-    said: UserSaid | None = None,
-) -> Known | str:
-    """The training in our words; or what is missing, in a sentence."""
-    try:
-        machine = machine_of(external, hardware)
-        if (reason := _why_unpriced(external, hardware)) is not None:
-            return text("cli.not-predicted", reason=reason)
-        if external.is_llamafactory:
-            found = _read_llamafactory(external, machine)
-        else:
-            found = _read_script(external, machine, said or UserSaid())
-        if isinstance(found, str):
-            return text("cli.nothing-predicted-2", found=found)
-        job, shape, levers = found
-        pins = {name: value for name, value in flags_from_levers(levers).items() if name in PINS}
-        pins["deepspeed_version"] = levers.deepspeed_version
-        batch = levers.micro_batch * levers.accumulation * machine.world
-        job = replace(job, levers=pins, effective_batch=batch, limits=replace(job.limits, allow=allow))
-        assumed: tuple[str, ...] = ()
-        scans = any(isinstance(block.mixer, Mamba1) for block in shape.blocks)
-        if scans and not external.script.mentions("mamba_ssm"):
-            assumed = (text("cli.scan-taken-hold", name=external.name),)
-        return Known(job=job, shape=shape, levers=levers, hardware=machine, calibration=calibration, assumed=assumed)
-    except UserError as error:
-        return text("cli.nothing-predicted-3", error=error)
-
-
 def _environment(external: ExternalTraining) -> Mapping[str, str]:
     return inherited({**external.command.variables, **external.environment})
 
@@ -154,18 +113,6 @@ def _why_unpriced(external: ExternalTraining, hardware: Hardware) -> str | None:
         return None
     many = visible_gpus(hardware, _environment(external))
     return text("cli.plain-python-gpus", many=many) if many > 1 else None
-
-
-def warning_of(external: ExternalTraining, hardware: Hardware) -> str | None:
-    """One process with a DeepSpeed file on a machine with several GPUs: it shards nothing."""
-    alone = external.command.starter == "python" and not external.script.starts_processes
-    if not alone or external.deepspeed is None or hardware.gpu.vendor == "cpu":
-        return None
-    many = visible_gpus(hardware, _environment(external))
-    if many < 2 or external.command.script is None:
-        return None
-    words = " ".join(external.command.words[external.command.script_at - 1 :])
-    return text("cli.python-starts-one", many=many - 1, many2=many, words=words)
 
 
 def _read_llamafactory(external: ExternalTraining, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
@@ -212,45 +159,6 @@ def _with_engine(external: ExternalTraining, levers: Levers, shape: ModelShape, 
     )
 
 
-def _read_script(external: ExternalTraining, machine: Hardware, said: UserSaid) -> tuple[Job, ModelShape, Levers] | str:
-    """A script with the usual flags: transformers' own, and the usual names of model and length."""
-    model = said.model or _first(external, MODELS, str)
-    if model is None:
-        return text("cli.command-does-say")
-    length = said.sequence or _first(external, LENGTHS, int)
-    if length is None:
-        return text("cli.command-does-say-2")
-    if any(external.said(name) for name in ADAPTERS):
-        return text("cli.script-trains-adapters")
-    now, batch = knobs_of(external), batch_of(external)
-    in_file = external.deepspeed.values if external.deepspeed is not None else {}
-    micro = said.micro_batch or batch.micro or _first(external, BATCHES, int)
-    if micro is None and not isinstance(in_file.get("train_micro_batch_size_per_gpu"), int):
-        return text("cli.micro-batch-known", because=batch.because)
-    optimizer = external.said("optim") or "adamw_torch"
-    if optimizer not in OPTIMIZERS:
-        return text("cli.optim-priced", optimizer=optimizer)
-    shape = load_model(model)
-    accelerates = _mixed_precision(external)
-    precision: Precision = accelerates if accelerates in ("bf16", "fp16") else "fp32"
-    precision = "bf16" if external.said("bf16") is True else "fp16" if external.said("fp16") is True else precision
-    levers = Levers(
-        sequence=length,
-        micro_batch=micro or 1,
-        accumulation=batch.accumulation or _first(external, (ACCUMULATION,), int) or 1,
-        precision=precision,
-        optimizer=OPTIMIZERS[optimizer],
-        loss="fused" if external.said("use_liger_kernel") is True else "plain",
-        checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
-        deepspeed_version=choose_deepspeed(machine)[0],
-    )
-    levers = _with_engine(external, levers, shape, machine)
-    if said.micro_batch is not None:
-        levers = replace(levers, micro_batch=said.micro_batch)
-    job = Job(model=model, sequence=length, precision=levers.precision, lora=Adapters())
-    return job, shape, levers
-
-
 T = TypeVar("T", str, int)
 
 
@@ -277,58 +185,120 @@ def prediction(known: Known) -> str:
     return " ".join((said, *known.assumed))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSetting:
-    """What holds for all attempts of a run."""
+@dataclass(kw_only=True)
+class Planner:
+    """The next way by prices, for as long as the model is known."""
 
     hardware: Hardware
     allow: tuple[Allowance, ...] = ()
     calibration: Calibration | None = None
-    """What was known at the start; None: nothing is learned or used."""
+    """What earlier runs and attempts have measured; None: nothing is learned or used."""
     keep: Callable[[Entry], object] = lambda entry: None
     """Writes down what was learned."""
     wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
     """Waits for room on the GPUs; None: nobody asked for that."""
-    said: UserSaid = field(default_factory=UserSaid)
+    model: str | None = None
+    """This, the sequence and the micro batch: what the user says of a command that does not say it itself."""
+    sequence: int | None = None
+    micro_batch: int | None = None
 
-
-class Planner:
-    """The next way by prices, for as long as the model is known."""
-
-    def __init__(self, setting: RunSetting) -> None:
-        self._setting, self._calibration = setting, setting.calibration
+    def __post_init__(self) -> None:
         self._tried: list[Tried] = []
         self._last: Tried | None = None
 
     def known(self, external: ExternalTraining) -> Known | str:
-        setting = self._setting
-        return read_known(external, setting.hardware, setting.allow, self._calibration, setting.said)
+        """The training in our words; or what is missing, in a sentence."""
+        try:
+            machine = machine_of(external, self.hardware)
+            if (reason := _why_unpriced(external, self.hardware)) is not None:
+                return text("cli.not-predicted", reason=reason)
+            found = (_read_llamafactory if external.is_llamafactory else self._read_script)(external, machine)
+            if isinstance(found, str):
+                return text("cli.nothing-predicted-2", found=found)
+            job, shape, levers = found
+            pins = {name: value for name, value in flags_from_levers(levers).items() if name in PINS}
+            pins["deepspeed_version"] = levers.deepspeed_version
+            batch = levers.micro_batch * levers.accumulation * machine.world
+            job = replace(job, levers=pins, effective_batch=batch, limits=replace(job.limits, allow=self.allow))
+            scans = any(isinstance(block.mixer, Mamba1) for block in shape.blocks)
+            unsaid = scans and not external.script.mentions("mamba_ssm")
+            assumed = (text("cli.scan-taken-hold", name=external.name),) if unsaid else ()
+            known = Known(job=job, shape=shape, levers=levers, hardware=machine, assumed=assumed)
+            return replace(known, calibration=self.calibration)
+        except UserError as error:
+            return text("cli.nothing-predicted-3", error=error)
+
+    def _read_script(self, external: ExternalTraining, machine: Hardware) -> tuple[Job, ModelShape, Levers] | str:
+        """A script with the usual flags: transformers' own, and the usual names of model and length."""
+        model = self.model or _first(external, MODELS, str)
+        if model is None:
+            return text("cli.command-does-say")
+        length = self.sequence or _first(external, LENGTHS, int)
+        if length is None:
+            return text("cli.command-does-say-2")
+        if any(external.said(name) for name in ADAPTERS):
+            return text("cli.script-trains-adapters")
+        now, batch = knobs_of(external), batch_of(external)
+        in_file = external.deepspeed.values if external.deepspeed is not None else {}
+        micro = self.micro_batch or batch.micro or _first(external, BATCHES, int)
+        if micro is None and not isinstance(in_file.get("train_micro_batch_size_per_gpu"), int):
+            return text("cli.micro-batch-known", because=batch.because)
+        optimizer = external.said("optim") or "adamw_torch"
+        if optimizer not in OPTIMIZERS:
+            return text("cli.optim-priced", optimizer=optimizer)
+        shape = load_model(model)
+        accelerates = _mixed_precision(external)
+        precision: Precision = accelerates if accelerates in ("bf16", "fp16") else "fp32"
+        precision = "bf16" if external.said("bf16") is True else "fp16" if external.said("fp16") is True else precision
+        levers = Levers(
+            sequence=length,
+            micro_batch=micro or 1,
+            accumulation=batch.accumulation or _first(external, (ACCUMULATION,), int) or 1,
+            precision=precision,
+            optimizer=OPTIMIZERS[optimizer],
+            loss="fused" if external.said("use_liger_kernel") is True else "plain",
+            checkpointing=Checkpointing(layers=None if now.checkpointing else 0),
+            deepspeed_version=choose_deepspeed(machine)[0],
+        )
+        levers = _with_engine(external, levers, shape, machine)
+        if self.micro_batch is not None:
+            levers = replace(levers, micro_batch=self.micro_batch)
+        job = Job(model=model, sequence=length, precision=levers.precision, lora=Adapters())
+        return job, shape, levers
 
     def warning(self, external: ExternalTraining) -> str | None:
-        return warning_of(external, self._setting.hardware)
+        """One process with a DeepSpeed file on a machine with several GPUs: it shards nothing."""
+        alone = external.command.starter == "python" and not external.script.starts_processes
+        if not alone or external.deepspeed is None or self.hardware.gpu.vendor == "cpu":
+            return None
+        many = visible_gpus(self.hardware, _environment(external))
+        if many < 2 or external.command.script is None:
+            return None
+        words = " ".join(external.command.words[external.command.script_at - 1 :])
+        return text("cli.python-starts-one", many=many - 1, many2=many, words=words)
 
     def learn(self, external: ExternalTraining, peak: MemoryPeak) -> None:
         """More than was predicted is a lesson. Less is none: the longest samples may not have come, and what a program
         holds is looked at from time to time only."""
         known = self.known(external)
-        if self._calibration is None or isinstance(known, str) or not peak.own_bytes:
+        if self.calibration is None or isinstance(known, str) or not peak.own_bytes:
             return
         gpu = known.priced.footprint.gpu
         held = peak.own_bytes - sum(gpu.overhead.values())
         self._learn(learn_from_failure(known.plan, Shortfall(where="gpu", phase=gpu.peak_phase), held))
 
     def _learn(self, entry: Entry | None, *, failed: bool = False) -> None:
-        known = self._calibration
+        known = self.calibration
         if entry is not None and known is not None:
-            self._calibration = known.after_failure(entry) if failed else known.with_entry(entry)
-            self._setting.keep(entry)
+            self.calibration = known.after_failure(entry) if failed else known.with_entry(entry)
+            self.keep(entry)
 
     def wait_for_room(self, external: ExternalTraining, give_up: Callable[[], bool]) -> bool:
-        if self._setting.wait is None:
+        if self.wait is None:
             return False
         known = self.known(external)
         need = None if isinstance(known, str) else known.priced.footprint.gpu.required_bytes
-        return self._setting.wait(need, machine_of(external, self._setting.hardware).gpus_per_node, give_up)
+        return self.wait(need, machine_of(external, self.hardware).gpus_per_node, give_up)
 
     def smaller(
         self, external: ExternalTraining, shortfall: Shortfall, verdict: Verdict, *, same_engine: bool
@@ -341,7 +311,7 @@ class Planner:
         shortfall = locate(shortfall, now.chosen)
         if (numbers := verdict.oom) is not None and numbers.allocated is not None and numbers.asked is not None:
             self._learn(learn_from_failure(now, shortfall, numbers.allocated + numbers.asked), failed=True)
-            known = replace(known, calibration=self._calibration)
+            known = replace(known, calibration=self.calibration)
         # What this command could start with another config, on as many GPUs as it takes now.
         engines: frozenset[str] = DEEPSPEED if known.levers.engine == "zero0" else DEEPSPEED - {"zero0"}
         if external.deepspeed is None and not external.accelerate:
@@ -446,8 +416,3 @@ def scheme_of(new: Levers, old: Levers) -> str | None:
     if new.stage == 3 and new.offload_param != "none" and old.offload_param == "none":
         return "optimized"
     return None
-
-
-def file_of(external: ExternalTraining) -> Path | None:
-    """The file that a plan for this training would begin with."""
-    return external.settings.path if external.is_llamafactory and external.settings is not None else None

@@ -263,15 +263,17 @@ def wait_for_gpus(
                 problem = Message("cli.gpu-use-wait", number=device.number, words=taken[device.key].words)
                 raise Busy(problem, Message("cli.wait-for-it"))
             free, total = device.free_bytes, device.total_bytes
+            if free is None:
+                continue
             held, of = describe_holder(device)
-            if free is not None and need_bytes is not None and free < need_bytes:
+            about = {"number": device.number, "held": held}
+            if need_bytes is not None and free < need_bytes:
                 needed, left = amounts(need_bytes, free)
-                about = {"number": device.number, "left": left, "needed": needed, "held": held}
-                raise Busy(Message("cli.too-little-for-command", **about), Message("cli.wait"), of)
-            if free is not None and need_bytes is None and total is not None and free < FREE_SHARE * total:
+                problem = Message("cli.too-little-for-command", left=left, needed=needed, **about)
+                raise Busy(problem, Message("cli.wait"), of)
+            if need_bytes is None and total is not None and free < FREE_SHARE * total:
                 left, whole = amounts(free, total)
-                about = {"number": device.number, "left": left, "whole": whole, "held": held}
-                raise Busy(Message("cli.too-little-free", **about), Message("cli.wait"), of)
+                raise Busy(Message("cli.too-little-free", left=left, whole=whole, **about), Message("cli.wait"), of)
         return True
 
     return wait_while_busy(look, say, give_up) is not None

@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tightfit.desk.plan import bounds_of, render_plan, way_out
+from tightfit.desk.plan import bounds_of, way_out
 from tightfit.desk.plan_request import resolve_request
 from tightfit.desk.request import Request
+from tightfit.formats.target import Target
 from tightfit.formats.worker.read import WORKER_FILE, parse_worker
 from tightfit.hardware.machine import Device, occupancy
 from tightfit.hardware.words import parse_size
@@ -23,9 +24,17 @@ from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import DRAWN_STD
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
-from tightfit.runs.records import WorkerFile, read_plan_folder, worker_file
+from tightfit.runs.records import WorkerFile
 from tightfit.start.machine import change_hardware, describe_holder, reservations, taken_gpus
-from tightfit.start.train import HOW_FAR, answer_of, check_packages, with_a_scan_that_runs, with_whole_folder
+from tightfit.start.train import (
+    HOW_FAR,
+    answer_of,
+    check_packages,
+    read_plan,
+    rendered,
+    with_a_scan_that_runs,
+    with_whole_folder,
+)
 from tightfit.types import ConfigError, Hardware, HardwareError
 
 STEPS = 5
@@ -75,14 +84,11 @@ class ReadyRehearsal:
 
 def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
     """The rehearsal that was asked for, checked."""
-    from tightfit.formats.target import Target
-
     cap, plan = None if options.cap is None else parse_size(options.cap), None
     said: tuple[str, ...] = ()
     if options.from_plan is not None:
-        source = Path(options.from_plan).expanduser().absolute()
-        files, said = dict(read_plan_folder(source)), (text("cli.plan-one", source=source),)
-        worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
+        files, worker, sentence = read_plan(options.from_plan)
+        said = (sentence,)
     else:
 
         def smaller(job: Job, hardware: Hardware) -> Hardware:
@@ -95,8 +101,7 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
         plan = answer_of(request, settled, bounds_of(settled.job, target))
         if plan.chosen is None:
             raise ConfigError(Message("cli.nothing-fits-so-2", answer=way_out(plan, str(HOW_FAR))))
-        files = render_plan(plan, target, settled.job)
-        worker = worker_file(files[WORKER_FILE], WORKER_FILE)
+        files, worker = rendered(plan, settled.job, target)
     check_packages(worker)
     try:
         tree = parse_worker(files[WORKER_FILE], WORKER_FILE)
@@ -143,9 +148,6 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
     )
 
 
-# --- the GPU ------------------------------------------------------------------------------------
-
-
 def choose_device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, number: int | None) -> Device | None:
     """The GPU to rehearse on; None: the plan is for the CPU."""
     if worker.vendor == "cpu":
@@ -180,9 +182,6 @@ def choose_device(devices: tuple[Device, ...], worker: WorkerFile, cap: int, num
         about = {"wanted": wanted, "number": chosen.number, "there": there, "held": describe_holder(chosen)[0]}
         raise HardwareError(Message("cli.too-little-to-rehearse", **about))
     return chosen
-
-
-# --- the orders ---------------------------------------------------------------------------------
 
 
 def rehearsed(written: Mapping[str, Any]) -> str:

@@ -5,47 +5,55 @@ Everything that a user can have got wrong is said here, before anything is writt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from tightfit.desk.calibration import calibration_of
+from tightfit.desk.calibration import Calibrations, calibration_of
 from tightfit.desk.plan import bounds_of, left_out, of_the_file, read_hostfile, render_plan, target_of, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
 from tightfit.desk.request import Request
+from tightfit.diagnose.verdict import Verdict
+from tightfit.formats.deepspeed.read import read_deepspeed
+from tightfit.formats.launch.hostfile import parse_hostfile
+from tightfit.formats.llamafactory.write import DATASET_INFO, listed, names_a_file
+from tightfit.formats.plan_folder import write
+from tightfit.formats.target import Target
 from tightfit.formats.worker.read import WORKER_FILE, find_worker, parse_worker
 from tightfit.formats.worker.write import seeded, without_data
+from tightfit.hardware.catalogue import native_bf16
 from tightfit.hardware.machine import Device, Occupancy, occupancy, this_machine
 from tightfit.hardware.slurm import slurm_node
 from tightfit.inputs.flags import LEVERS, TRAINING, flags_from_levers, levers_as_written
-from tightfit.inputs.surroundings import inherited, is_installed
+from tightfit.inputs.surroundings import cache_folder, inherited, is_installed
 from tightfit.inputs.versions import is_version, release
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
 from tightfit.job.file import model_of
 from tightfit.memory import estimate
-from tightfit.messages import Message, Said, text
+from tightfit.messages import Listing, Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_of
 from tightfit.pace import pace
 from tightfit.planner import plan_tier, plan_within
+from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.plan import Bounds, Plan, Way
-from tightfit.runs.checkpoints import (
-    CHECKPOINTS,
-    MANIFEST,
-    Torn,
-    folder_of,
-    newest_first,
-    read_manifest,
-    states_folder,
-    step_of,
-    written_first,
-)
+from tightfit.planner.reasons import lever_changes
+from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, room_above, step_down
+from tightfit.priced import strategy_name
+from tightfit.runs import checkpoints
+from tightfit.runs.calibration import learn_from_failure, learned
+from tightfit.runs.cause import config_of_plan
+from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, newest_first, step_of, written_first
+from tightfit.runs.events import Tally
 from tightfit.runs.folder import AUTO, NONE, goes_on
-from tightfit.runs.own import Resume
-from tightfit.runs.records import WorkerFile, placed, read_plan_folder, worker_file
+from tightfit.runs.launch import Meeting, RankStart, Sight, launcher_start, rank_starts, worker_command
+from tightfit.runs.own import Changed, Refused, Resume
+from tightfit.runs.records import RunFolder, WorkerFile, placed, read_plan_folder, worker_file
+from tightfit.runs.run import Outcome
 from tightfit.runs.supervise import MAX_ATTEMPTS
-from tightfit.start.machine import Nodes, TrainingMachine, reservations
+from tightfit.start.machine import Busy, Nodes, TrainingMachine, check_free, reservations, taken_gpus, wait_while_busy
 from tightfit.types import (
     FSDP2,
     Buckets,
@@ -58,13 +66,13 @@ from tightfit.types import (
     Mamba2,
     ModelError,
     ModelShape,
+    UserError,
 )
-
-if TYPE_CHECKING:
-    from tightfit.formats.target import Target
 
 LEAST_TORCH = (2, 5)
 """The oldest that the worker is written for."""
+WAITS_S = 60.0
+"""For room on a GPU, where nobody said --wait-for-gpu."""
 DEFAULT_PORT = 29500
 """Where the ranks of several machines meet: each machine must name the same."""
 MOST_MARGIN = 0.89
@@ -126,8 +134,6 @@ def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
     port = request.port
     nodes = Nodes(port=port)
     if request.hostfile is not None:
-        from tightfit.formats.launch.hostfile import parse_hostfile
-
         hosts = read_hostfile(request.hostfile)
         nodes = Nodes(count=len(parse_hostfile(hosts)), port=port, hostfile=hosts)
     elif options.nodes is not None:
@@ -135,13 +141,8 @@ def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
         nodes = Nodes(count=options.nodes, rank=options.node_rank, address=options.master_addr, port=port)
     elif (found := slurm_node(inherited({}))) is not None:
         nodes = Nodes(count=found.nodes, rank=found.rank, address=found.address, port=port or found.port)
-    machine = TrainingMachine(
-        occupancy=occupancy(),
-        live=reservations().live(),
-        nodes=nodes,
-        num_gpus=request.num_gpus,
-        max_gpus=options.max_gpus,
-    )
+    wanted = {"num_gpus": request.num_gpus, "max_gpus": options.max_gpus}
+    machine = TrainingMachine(occupancy=occupancy(), live=reservations().live(), nodes=nodes, **wanted)
     if "gpu_ids" in request.flags:
         machine.check_ids(named="gpus" in request.flags)
     return machine
@@ -150,35 +151,13 @@ def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
 def prepare(request: Request, options: TrainOptions) -> Ready:
     """The run that was asked for, checked."""
     machine = machine_for(request, options)
-    nodes = machine.nodes
+    nodes, plan, said, ids = machine.nodes, None, "", None
     if options.plan is not None:
-        source = Path(options.plan).expanduser().absolute()
-        files = dict(read_plan_folder(source))
-        worker = worker_file(files[WORKER_FILE], str(source / WORKER_FILE))
-        folder = (source / Path(worker.folder).expanduser()).absolute()
+        files, worker, said = read_plan(options.plan)
+        folder = Path(options.plan, Path(worker.folder).expanduser()).expanduser().absolute()
         if "output" in request.flags:
             folder = Path(request.flags["output"]).expanduser().absolute()
         files[WORKER_FILE] = placed(files[WORKER_FILE], folder)
-        _check_nodes(nodes, worker)
-        devices: tuple[Device, ...] = ()
-        if nodes.hostfile is None:
-            ids, words = request.flags.get("gpu_ids"), []
-            if ids is not None:
-                words = [word.strip() for word in ids.split(",")]
-                if not all(word.isdigit() and len(word) < 6 for word in words) or len(set(words)) < len(words):
-                    raise ConfigError(Message("cli.gpu-ids-takes-different", text=repr(ids)))
-            devices = machine.devices_for(worker, [int(word) for word in words] or None)
-            machine.check_ram(worker)
-        ready = Ready(
-            worker=worker,
-            files=files,
-            folder=folder,
-            nodes=nodes,
-            occupancy=machine.occupancy,
-            devices=devices,
-            plan=None,
-            said=(text("cli.plan-one", source=source),),
-        )
     else:
         settled = resolve_request(request, machine.adapt, runs_here=nodes.hostfile is None)
         if options.deepspeed_config is not None:
@@ -189,23 +168,41 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
         target = target_of_run(request, nodes)
         bounds = bounds_of(settled.job, target, calibration_of(request, settled.job))
         # Machines that were named all run; the search alone might do with one of them.
-        answer = answer_of(request, settled, replace(bounds, every_gpu=nodes.count > 1))
-        if answer.chosen is None:
-            raise NothingFits(answer)
-        files = render_plan(answer, target, settled.job)
-        worker = worker_file(files[WORKER_FILE], WORKER_FILE)
-        _check_nodes(nodes, worker)
-        ready = Ready(
-            worker=worker,
-            files=files,
-            folder=Path(settled.job.saving.folder),
-            nodes=nodes,
-            occupancy=machine.occupancy,
-            devices=() if nodes.hostfile is not None else machine.devices_for(worker, settled.job.hardware.gpu_ids),
-            plan=answer,
-        )
-    check_packages(ready.worker)
-    return ready
+        plan = answer_of(request, settled, replace(bounds, every_gpu=nodes.count > 1))
+        if plan.chosen is None:
+            raise NothingFits(plan)
+        files, worker = rendered(plan, settled.job, target)
+        folder, ids = Path(settled.job.saving.folder), settled.job.hardware.gpu_ids
+    if nodes.hostfile is None and worker.nodes != nodes.count:
+        if nodes.count == 1:
+            raise HardwareError(Message("cli.plan-nodes-name", nodes=worker.nodes))
+        raise HardwareError(Message("cli.plan-uses-were", used=worker.nodes, count=nodes.count))
+    if plan is None and nodes.hostfile is None and (word := request.flags.get("gpu_ids")) is not None:
+        words = [each.strip() for each in word.split(",")]
+        if not all(each.isdigit() and len(each) < 6 for each in words) or len(set(words)) < len(words):
+            raise ConfigError(Message("cli.gpu-ids-takes-different", text=repr(word)))
+        ids = tuple(map(int, words))
+    devices = machine.devices_for(worker, ids) if nodes.hostfile is None else ()
+    if plan is None and nodes.hostfile is None:
+        machine.check_ram(worker)
+    check_packages(worker)
+    return Ready(
+        worker=worker,
+        files=files,
+        folder=folder,
+        nodes=nodes,
+        occupancy=machine.occupancy,
+        devices=devices,
+        plan=plan,
+        said=(said,) if said else (),
+    )
+
+
+def read_plan(folder: str) -> tuple[dict[str, str], WorkerFile, str]:
+    """A plan that was written before: its files, what the worker is told, and the sentence that says so."""
+    source = Path(folder).expanduser().absolute()
+    files = dict(read_plan_folder(source))
+    return files, worker_file(files[WORKER_FILE], str(source / WORKER_FILE)), text("cli.plan-one", source=source)
 
 
 # --- a new plan ---------------------------------------------------------------------------------
@@ -224,17 +221,10 @@ class NothingFits(ConfigError):
 
 def _pin_deepspeed(settled: PlanInput, path: str) -> PlanInput:
     """What a DeepSpeed file says, wherever neither flag nor job file says it."""
-    from tightfit.formats.deepspeed.read import read_deepspeed
-
     version = str(settled.job.levers.get("deepspeed_version"))
     settings = read_deepspeed(path, hidden_size=settled.shape.hidden_size, version=version)
-    levers: dict[str, Any] = {
-        "engine": settings.engine,
-        "offload_optimizer": settings.offload_optimizer,
-        "offload_param": settings.offload_param,
-        "micro_batch": settings.micro_batch,
-        "accum": settings.accumulation,
-    }
+    names = ("engine", "offload_optimizer", "offload_param", "micro_batch")
+    levers: dict[str, Any] = {name: getattr(settings, name) for name in names} | {"accum": settings.accumulation}
     in_words = flags_from_levers(Levers(buckets=settings.buckets))
     levers |= {flag: value for flag, value in in_words.items() if LEVERS[flag].block == "buckets"}
     if settings.offload_param == "nvme":  # where it must be 0, whatever the file says
@@ -276,8 +266,6 @@ def with_a_scan_that_runs(settled: PlanInput) -> PlanInput:
 
 def with_whole_folder(settled: PlanInput) -> PlanInput:
     """The run's folder made absolute, as the ranks start in another one; and its data looked for."""
-    from tightfit.formats.llamafactory.write import DATASET_INFO, listed, names_a_file
-
     job, path = settled.job, settled.job.data.path
     if path is not None and names_a_file(path):
         entry = listed(path)
@@ -307,12 +295,16 @@ def answer_of(request: Request, settled: PlanInput, bounds: Bounds) -> Plan:
 
 def target_of_run(request: Request, nodes: Nodes) -> Target:
     """What the plan of a run is rendered for."""
-    from tightfit.formats.target import Target
-
-    hosts = Request(launcher="deepspeed", hostfile=request.hostfile) if nodes.hostfile is not None else None
-    found = Target() if hosts is None else target_of(hosts)
-    assert found is not None
+    found = Target()
+    if nodes.hostfile is not None:
+        found = target_of(Request(launcher="deepspeed", hostfile=request.hostfile)) or found
     return found if request.port is None else replace(found, port=request.port)
+
+
+def rendered(plan: Plan, job: Job, target: Target) -> tuple[dict[str, str], WorkerFile]:
+    """The files of a plan by name, and what the worker is told in one of them."""
+    files = render_plan(plan, target, job)
+    return files, worker_file(files[WORKER_FILE], WORKER_FILE)
 
 
 # --- a plan that was written before -------------------------------------------------------------
@@ -389,15 +381,6 @@ def read_written_plan(folder: Path) -> Plan:
 # --- checks -------------------------------------------------------------------------------------
 
 
-def _check_nodes(nodes: Nodes, worker: WorkerFile) -> None:
-    """The plan's number of nodes must be the number that was said."""
-    if nodes.hostfile is not None or worker.nodes == nodes.count:
-        return
-    if nodes.count == 1:
-        raise HardwareError(Message("cli.plan-nodes-name", nodes=worker.nodes))
-    raise HardwareError(Message("cli.plan-uses-were", used=worker.nodes, count=nodes.count))
-
-
 def check_weights(job: Job) -> tuple[Said, ...]:
     """A preset is a shape without weights: adapters need more than that."""
     if not isinstance(job.model, str) or (name := job.model.strip().lower()) not in PRESETS:
@@ -465,13 +448,13 @@ def _find_checkpoint(path: Path) -> Path:
         path = path.parent
     if (path / MANIFEST).is_file() and step_of(path) is None:
         try:
-            name = folder_of(path, read_manifest(path).step).name
-        except Torn:
+            name = checkpoints.folder_of(path, checkpoints.read_manifest(path).step).name
+        except checkpoints.Torn:
             name = text("cli.step-number-step")
         raise ConfigError(Message("cli.checkpoint-under-another", path=path, path2=name))
     if (path / MANIFEST).is_file() or written_first(path) is not None:
         return path
-    if (states := states_folder(path)) is not None:
+    if (states := checkpoints.states_folder(path)) is not None:
         return states
     if newest_first(path):
         raise ConfigError(Message("cli.checkpoint-finished-tightfit", path=path))
@@ -513,3 +496,201 @@ def asks_for_more(folder: Path, worker: str) -> bool:
     if steps is not None:
         return False  # how many steps an epoch has, nobody has counted yet
     return bool((new["epochs"] or 1) > (epochs if isinstance(epochs, int | float) else 1))
+
+
+# --- the course of a run -------------------------------------------------------------------------
+
+
+class FoundPlan(NamedTuple):
+    """A plan that may be the next one, and what it steps down from."""
+
+    plan: Plan
+    bounds: Bounds
+    """With what the failed attempt has measured."""
+    tried: Tried | None = None
+    entry: Entry | None = None
+    """That measurement, for later plans."""
+
+
+@dataclass(kw_only=True)
+class TrainCourse:
+    """What `tightfit train` brings to its supervisor: how the training is computed at present, and how else it could
+    be. Changes when the supervisor takes another plan."""
+
+    request: Request
+    ready: Ready
+    folder: RunFolder
+    """Where this node keeps plan and logs."""
+    options: tuple[str, ...]
+    """Of the worker, in all attempts."""
+    worker: tuple[str, ...]
+    """What starts one rank."""
+    meet: Callable[[Ready], Meeting]
+    """Writes down what a plan takes of this machine, and says where its ranks meet."""
+    patient: bool
+    """Whether to wait for as long as others hold the GPUs."""
+    bounds: Bounds = field(default_factory=Bounds)
+    """What the next plan is searched within, with all that attempts have measured so far."""
+
+    def __post_init__(self) -> None:
+        self._target = target_of_run(self.request, self.ready.nodes)
+        if self.ready.plan is not None:
+            self._set_bounds(self.ready.plan)
+        self._tried: list[Tried] = []
+        self._found: FoundPlan | None = None
+
+    def _set_bounds(self, plan: Plan) -> None:
+        bounds = bounds_of(plan.job, self._target, calibration_of(self.request, plan.job))
+        self.bounds = replace(bounds, every_gpu=self.ready.nodes.count > 1)
+
+    def _last(self, otherwise: str) -> Plan | Refused:
+        """What ran last. A plan that was written before is read back when it is needed; `otherwise`: what to type."""
+        if self.ready.plan is not None:
+            return self.ready.plan
+        try:
+            plan = read_written_plan(self.folder.plan)
+        except UserError as error:
+            return Refused(because=f"{error}: {otherwise}")
+        self._set_bounds(plan)
+        self.ready = replace(self.ready, plan=plan)
+        return plan
+
+    @property
+    def words(self) -> str:
+        known = config_of_plan(self.folder.plan)
+        plan = self.ready.plan
+        way = self.ready.worker.engine if plan is None or plan.chosen is None else strategy_name(plan.chosen.levers)
+        batch = {"micro_batch": known.micro_batch, "accumulation": known.accumulation}
+        return text("cli.micro-batch-2", way=way, **batch, ranks=self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        return self.ready.worker.ranks
+
+    @property
+    def effective_batch(self) -> int | None:
+        known = config_of_plan(self.folder.plan)
+        if known.micro_batch is None or known.accumulation is None:
+            return None
+        return known.micro_batch * known.accumulation * self.ranks
+
+    @property
+    def precision(self) -> str:
+        return config_of_plan(self.folder.plan).precision or ""
+
+    def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
+        meeting, every = self.meet(self.ready), (*self.options, *options)
+        if self.ready.nodes.hostfile is not None:
+            return [launcher_start(self.folder, meeting, every)]
+        devices = self.ready.devices
+        words = None if not devices else tuple(device.word for device in devices)
+        others = taken_gpus(reservations().live()).keys() - {device.key for device in devices}
+        sight = Sight(variable=self.ready.occupancy.variable, words=words, others=len(others))
+        command = worker_command(self.folder, every, self.worker)
+        return rank_starts(self.ready.worker, meeting, sight, self.folder, command)
+
+    def learn(self, outcome: Outcome) -> None:
+        self.bounds = learn(self.ready.plan, outcome.tally, self.bounds)
+
+    def smaller(self, shortfall: Shortfall, verdict: Verdict) -> Changed | Refused:
+        last = self._last(text("cli.plan-again-less"))
+        if isinstance(last, Refused):
+            return last
+        before = last.chosen
+        assert before is not None, "what has no way was never started"
+        shortfall = locate(shortfall, before)
+        bounds, entry, numbers, known = self.bounds, None, verdict.oom, self.bounds.calibration
+        if known is not None and numbers is not None and numbers.allocated is not None and numbers.asked is not None:
+            # What was held and asked for when it failed was needed, at the least.
+            entry = learn_from_failure(last, shortfall, numbers.allocated + numbers.asked)
+            bounds = replace(bounds, calibration=known.after_failure(entry))
+        found = step_down(last, shortfall, bounds=bounds, before=tuple(self._tried))
+        if isinstance(found, NoWay) and shortfall.phase is not None:
+            # Less at the highest peak leaves more in one piece, also for a phase that no lever makes smaller.
+            whole = replace(shortfall, phase=None)
+            elsewhere = step_down(last, whole, bounds=bounds, before=tuple(self._tried))
+            found, shortfall = (found, shortfall) if isinstance(elsewhere, NoWay) else (elsewhere, whole)
+        if isinstance(found, NoWay):
+            held = phase_bytes(before.footprint, "gpu", shortfall.phase, before.hardware)
+            puzzling = shortfall.where == "gpu" and held < before.gpu_limit_bytes // 2
+            because = Message("runs.several", parts=Listing(found.because, "."))
+            return Refused(because=because, puzzling=puzzling)
+        tried = Tried(way=before, shortfall=shortfall)
+        self._found = FoundPlan(found.plan, bounds, tried, entry)
+        after = found.plan.chosen
+        assert after is not None
+        old, new = before.levers, after.levers
+        reasons = [said for said in found.because if said.id != "plan.what-changes"]
+        return Changed(
+            because=Message("runs.several", parts=Listing(reasons, ".")),
+            changed=tuple(found.changed),
+            another_job=after.changes != before.changes,
+            carries=(old.method, old.lora, old.optimizer) == (new.method, new.lora, new.optimizer)
+            and before.shape == after.shape,
+        )
+
+    def in_bf16(self) -> Changed | Refused:
+        last = self._last(text("cli.plan-again-tightfit"))
+        if isinstance(last, Refused):
+            return last
+        assert last.chosen is not None, "what has no way was never started"
+        if native_bf16(last.hardware.gpu.arch) is False:
+            return Refused(because=text("cli.bf16-own-use", name=last.hardware.gpu.name))
+        job = replace(last.job, precision="bf16", effective_batch=last.effective_batch)
+        found = plan_within(self.bounds, job, last.shape, last.hardware)
+        if found.chosen is None:
+            return Refused(because=text("cli.plan-bf16-fits"))
+        self._found = FoundPlan(found, self.bounds)
+        changed = ("precision fp16 → bf16", *lever_changes(last.chosen, found.chosen))
+        return Changed(because=text("cli.fp16-overflowed-bf16"), changed=changed, another_job=True)
+
+    def take(self) -> None:
+        found = self._found
+        assert found is not None
+        files, worker = rendered(found.plan, found.plan.job, self._target)
+        write(files, self.folder.plan, force=True)
+        devices = self.ready.devices[: worker.gpus_per_node]
+        self.ready = replace(self.ready, plan=found.plan, files=files, worker=worker, devices=devices)
+        self._tried += [] if found.tried is None else [found.tried]
+        self.bounds = found.bounds
+        if found.entry is not None:
+            Calibrations(cache_folder()).add(found.entry)
+
+    def wait_for_room(self, say: Callable[[Said], None], give_up: Callable[[], bool]) -> Refused | None:
+        """Nobody is asked to end anything: it is said who holds the memory."""
+        began, patient = time.monotonic(), self.patient
+
+        def look() -> bool:
+            ours = {device.key for device in self.ready.devices}
+            for device in occupancy().devices if ours else ():
+                if device.key in ours:
+                    check_free(device, self.ready.worker)
+            return True
+
+        if wait_while_busy(look, say, lambda: give_up() or (not patient and time.monotonic() - began > WAITS_S)):
+            return None
+        try:
+            look()
+        except Busy as error:
+            return Refused(because=error.said)
+        return None
+
+
+def learn(plan: Plan | None, tally: Tally, bounds: Bounds) -> Bounds:
+    """Write down what an attempt measured, and hand back the bounds that know it; unchanged with `--no-calibration`."""
+    if plan is None or bounds.calibration is None:
+        return bounds
+    entry = learned((*tally.marks, *([tally.last] if tally.last else ())), plan)
+    if entry is not None:
+        Calibrations(cache_folder()).add(entry)
+    return replace(bounds, calibration=bounds.calibration.with_entry(entry))
+
+
+def way_up(plan: Plan | None, tally: Tally, bounds: Bounds) -> Plan | None:
+    """The faster plan that would fit, where the run left much of its cards unused; `bounds`: after `learn`.
+
+    Its first `because` is the sentence to say.
+    """
+    peaks = [mark.measured_bytes for mark in tally.marks if mark.measured_bytes is not None]
+    peak = max((*peaks, tally.peak_bytes or 0))
+    return None if plan is None or not peak else room_above(plan, peak, bounds=bounds)
