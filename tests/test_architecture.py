@@ -170,7 +170,10 @@ def test_mamba_knows_nothing_of_ours_but_the_words() -> None:
 
 
 def test_the_gpu_stack_stays_with_the_worker() -> None:
+    """And with `child.py`, which is started by its path and asks torch where no tool of the makers answers."""
     desk = [path for path in FILES if room_of(path) not in WORKERS]
+    assert not [path for path in desk for name in imported(path) if name.startswith("tightfit.hardware.child")]
+    desk.remove(PACKAGE / "hardware" / "child.py")
     assert not [(path, name) for path in desk for name in imported(path) if name.split(".")[0] in GPU_STACK]
 
 
