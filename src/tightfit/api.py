@@ -36,15 +36,13 @@ from tightfit.types import ConfigError, Footprint
 if TYPE_CHECKING:
     from rich.console import Console
 
-OTHER_WORD = {"trainer": "for"}
-"""Arguments whose flag Python keeps for itself."""
+OTHER_WORD = {"trainer": "for"}  # arguments whose flag Python keeps for itself
 PLAN_FLAGS = (frozenset(JOB_FLAGS) - {*OTHER_WORD.values()}) | {
     *OTHER_WORD,
     *("num_gpus", "world", "max", "trace", "no_calibration", "launcher"),
 }
 ESTIMATE_FLAGS = frozenset(LEVERS) | {*("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme")}
-WIDTH = 100
-"""Columns of the text form."""
+WIDTH = 100  # columns of the text form
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,7 @@ class Planned:
     """What `tightfit plan` answers. In a notebook it is drawn, as text it is what a terminal shows."""
 
     answer: Plan | Tiered | Limit
-    original: Original | None = None
-    """The LLaMA-Factory file that it was made from."""
+    original: Original | None = None  # the LLaMA-Factory file that it was made from
 
     @property
     def plan(self) -> Plan:

@@ -23,8 +23,7 @@ from tightfit.runs.watching import processes_of
 from tightfit.types import ConfigError
 
 LEFT = 1
-SMALL = MIB // 10
-"""What takes less is not worth a figure."""
+SMALL = MIB // 10  # what takes less is not worth a figure
 TITLES = {
     "process": Message("cli.processes-outlived-their"),
     "shared memory": Message("cli.shared-memory"),
@@ -43,8 +42,7 @@ class LockHolder(NamedTuple):
     command: str
     gpus: tuple[int, ...]
     held_bytes: int | None
-    run: Path | None
-    """The live run that it belongs to; None: it is none of ours."""
+    run: Path | None  # the live run that it belongs to; None: it is none of ours
 
     @property
     def words(self) -> str:

@@ -33,8 +33,7 @@ from tightfit.types import ConfigError
 NEEDED = ("transformers", "jinja2")
 USER_ERROR = 2
 OPEN, CLOSE = "⟦", "⟧"
-NO_MODEL = "tiny_mamba"
-"""Stands in where no model is named: a preview needs its tokenizer alone."""
+NO_MODEL = "tiny_mamba"  # stands in where no model is named: a preview needs its tokenizer alone
 
 
 def data(argv: Sequence[str]) -> int:

@@ -35,11 +35,9 @@ from tightfit.runs.watching import find_damaged
 from tightfit.types import ConfigError, UserError
 
 FOUND = 1
-LARGE_BYTES = 2**28
-"""Of a log that takes long enough to say how far it is."""
+LARGE_BYTES = 2**28  # of a log that takes long enough to say how far it is
 COPIED_BYTES = 2**20
-MOST_PIPED_BYTES = 2**32
-"""A pipe may have no end, and what comes through it lies on disk while it is read."""
+MOST_PIPED_BYTES = 2**32  # a pipe may have no end, and what comes through it lies on disk while it is read
 _NAMED = ("model", "gpus")
 _PACKED = {".gz": "zcat", ".xz": "xzcat", ".zst": "zstdcat", ".bz2": "bzcat", ".zip": "unzip -p"}
 

@@ -52,8 +52,7 @@ WHOLE = frozenset(
 """The flags that take a whole number. Those of a job's other fields are read with the job."""
 
 HARDWARE = "gpus=HARDWARE world=N host_ram=SIZE nvme=SIZE"
-CONFIG = "config_file"
-"""Where `--config` is kept until it becomes the file."""
+CONFIG = "config_file"  # where `--config` is kept until it becomes the file
 
 
 ARGPARSE = {

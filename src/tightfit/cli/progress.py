@@ -8,8 +8,7 @@ from time import monotonic
 
 from tightfit.messages.wide import pad
 
-EVERY_S = 10
-"""In a pipe, it is said this often."""
+EVERY_S = 10  # in a pipe, it is said this often
 WIDE = 78
 
 

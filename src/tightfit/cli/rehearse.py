@@ -60,23 +60,18 @@ class Rehearsal:
     """How a rehearsal went."""
 
     verdict: Literal["passed", "out of memory", "over the cap"]
-    phase: str | None
-    """Where memory ran out."""
-    error: str | None
-    """What the worker said."""
+    phase: str | None  # where memory ran out
+    error: str | None  # what the worker said
     model: str
     engine: str
     ranks: int
-    device: str
-    """What it ran on."""
+    device: str  # what it ran on
     cap_bytes: int
-    tensor_bytes: int | None
-    """What of the cap is left for tensors; None: there is no GPU."""
+    tensor_bytes: int | None  # what of the cap is left for tensors; None: there is no GPU
     steps: int
     rows: tuple[Figure, ...]
     notes: tuple[str, ...]
-    folder: str | None
-    """Where it was kept; None: it was not."""
+    folder: str | None  # where it was kept; None: it was not
 
     @property
     def passed(self) -> bool:

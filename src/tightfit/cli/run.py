@@ -39,8 +39,7 @@ EXAMPLE = """tightfit run -- llamafactory-cli train qwen32b_lora.yaml
   tightfit run --max-attempts 3 -- deepspeed --num_gpus 4 train.py --deepspeed ds.json
   tightfit run --dry-run -- accelerate launch --config_file acc.yaml train.py
   tightfit run --output runs/a -- python train.py --output_dir out"""
-ALLOWED = ("quantize", "shorter-seq")
-"""The costly changes that a config of another trainer can be given."""
+ALLOWED = ("quantize", "shorter-seq")  # the costly changes that a config of another trainer can be given
 MOST_FIXES = 4
 
 

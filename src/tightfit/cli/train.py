@@ -50,8 +50,7 @@ RUN_FLAGS = (
     "save_every=500|10m|1h|none keep_last=N keep_every=N resume=auto|none|PATH trust_pickle resume_anyway "
     "max_attempts=N hang_timeout=300s|10m|1h wait_for_gpu deepspeed_config=FILE port=N"
 )
-WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")
-"""What is passed on to the worker."""
+WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")  # what is passed on to the worker
 WITH_PLAN = {field.name for field in fields(TrainOptions)} - {"deepspeed_config", "max_gpus"}
 WITH_PLAN |= {"output", "port", "gpu_ids", "hostfile", "no_calibration"}
 """What may be said beside a plan that is written already."""

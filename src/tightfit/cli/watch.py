@@ -30,8 +30,7 @@ from tightfit.types import ConfigError
 
 UNWELL = 1
 LEAST_S, MOST_S = 0.1, 3600.0
-ONCE_S = 0.2
-"""How busy the CPU is shows only over some time."""
+ONCE_S = 0.2  # how busy the CPU is shows only over some time
 
 
 def watch(argv: Sequence[str]) -> int:

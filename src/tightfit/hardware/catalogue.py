@@ -22,18 +22,12 @@ _FLOPS_PER_CLOCK = {"sm": 512, "c": 2}
 class CatalogueCard:
     """One card as it is sold: several of them may share a family (A100: two sizes, two forms)."""
 
-    family: str
-    """The name without size and form: 'A100', 'RTX 3050 Laptop'."""
-    size_gib: int
-    """The number on the box."""
-    form: str
-    """'SXM', 'PCIe' …; empty where there is only one."""
-    devices: int
-    """GPUs that the driver shows for one card: 2 for MI250's two dies, each with its own memory."""
-    gpu: Gpu
-    """One device of it."""
-    aliases: tuple[str, ...]
-    """Names that the words of its family do not explain, most of them a driver's."""
+    family: str  # the name without size and form: 'A100', 'RTX 3050 Laptop'
+    size_gib: int  # the number on the box
+    form: str  # 'SXM', 'PCIe' …; empty where there is only one
+    devices: int  # GPUs that the driver shows for one card: 2 for MI250's two dies, each with its own memory
+    gpu: Gpu  # one device of it
+    aliases: tuple[str, ...]  # names that the words of its family do not explain, most of them a driver's
 
 
 def native_bf16(arch: str | None) -> bool | None:

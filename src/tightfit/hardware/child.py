@@ -20,8 +20,7 @@ from typing import Any
 CHUNK_BYTES = 4 * 2**20
 MOST_BYTES = 256 * 2**20
 MOST_S = 0.6
-SPARE_BYTES = 512 * 2**20
-"""A disk that is nearly full is not written to."""
+SPARE_BYTES = 512 * 2**20  # a disk that is nearly full is not written to
 
 
 def ask_nvml() -> dict[str, object]:

@@ -190,12 +190,9 @@ def find_visible(sight: Cards, env: Mapping[str, str]) -> tuple[tuple[Card, ...]
 class Device:
     """A GPU that a job started here may see."""
 
-    number: int
-    """As the maker's tool counts."""
-    word: str
-    """As the variable that chooses visible GPUs calls it."""
-    key: str
-    """A name that stays the same whoever looks."""
+    number: int  # as the maker's tool counts
+    word: str  # as the variable that chooses visible GPUs calls it
+    key: str  # a name that stays the same whoever looks
     name: str
     total_bytes: int | None
     free_bytes: int | None
@@ -206,13 +203,10 @@ class Device:
 class Occupancy:
     """The GPUs of this machine that a job may see."""
 
-    variable: str
-    """The variable that chooses among them."""
-    chosen_by_user: bool
-    """The user has set that variable already."""
+    variable: str  # the variable that chooses among them
+    chosen_by_user: bool  # the user has set that variable already
     devices: tuple[Device, ...]
-    unplaced: tuple[CardProcess, ...] = ()
-    """Processes that hold memory of some GPU, and the tool does not say of which."""
+    unplaced: tuple[CardProcess, ...] = ()  # processes that hold memory of some GPU, and the tool does not say of which
 
 
 def occupancy() -> Occupancy:

@@ -25,8 +25,7 @@ class SlurmNode(NamedTuple):
 
     rank: int
     nodes: int
-    address: str
-    """The first node, where the ranks meet."""
+    address: str  # the first node, where the ranks meet
     port: int
 
 

@@ -28,8 +28,7 @@ TRAINING_ARGUMENTS, OLDER_TRAINING_ARGUMENTS = frozenset(ARGUMENT_MARKS), frozen
 UNPRICED_OPTIMIZERS = frozenset(_TABLES["optimizers not priced"])
 
 OPTIMIZERS = cast(dict[str, Optimizer], _TABLES["optimizers"])
-FIELD_OF = _TABLES["fields"]
-"""A field of the `training` block → the field of the job."""
+FIELD_OF = _TABLES["fields"]  # a field of the `training` block → the field of the job
 
 MARKS = ("training", "model_type", "num_gpus", "preset")  # the top-level fields that our own form does not have
 

@@ -31,8 +31,7 @@ class Moment(NamedTuple):
 class Activations:
     kept: int  # by all layers after the forward pass
     host_kept: int  # the same on the host, where inputs are offloaded
-    shared: int
-    """Kept once for the model: rotary tables; and masks, which recomputed layers will be called with again."""
+    shared: int  # kept once for the model: rotary tables; and masks, which recomputed layers will be called with again
     below_top: int  # by all but the last
     forward: int  # the most that the last layer holds in its turn; its input, and a mask that is not kept, included
     evaluation: int  # the most that a layer holds without keeping anything

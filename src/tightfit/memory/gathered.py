@@ -105,8 +105,7 @@ class Gathered:
     forwards: tuple[Called, ...] = ()  # likewise of each layer. None: their calls are not told apart
     loss: int = 0
     at_loss: int = 0  # the same without what is there in passing, while the head is called
-    norm_forward: int = 0
-    """In the final norm's forward pass: the head may be there already, with the buffer it came in."""
+    norm_forward: int = 0  # in the final norm's forward pass: the head may be there already, with the buffer it came in
     norm: int = 0  # in its backward pass
     embedding: int = 0
 
@@ -126,8 +125,7 @@ it is reported by itself, of a layer that runs again."""
 Move = tuple[int, Module, "Module | None", int, int, int]
 """One call, or several of modules that own nothing: its kind; the module; who keeps what is frozen, of a fetch while a
 layer is recomputed; how many calls; whether they count; and whose turn it is, by number."""
-Need = tuple[int, int, int]
-"""A parameter to come: its identity, its elements, and the fetches since its stretch began."""
+Need = tuple[int, int, int]  # a parameter to come: its identity, its elements, and the fetches since its stretch began
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,8 +16,7 @@ from tightfit.memory.operations import FP32, Operations, Setting
 from tightfit.memory.tape import Slot, measure
 from tightfit.types import ModelShape
 
-FUSED_CHUNK_ELEMENTS = 2**26
-"""Logits that the fused loss holds at once: enough rows to keep a GPU busy, 400 MB at most."""
+FUSED_CHUNK_ELEMENTS = 2**26  # logits that the fused loss holds at once: enough rows to keep a GPU busy, 400 MB at most
 
 
 def fused_chunk_tokens(vocab: int) -> int:

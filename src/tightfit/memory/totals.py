@@ -52,8 +52,7 @@ class Floor(NamedTuple):
     top: int
     after: int  # when the last gradients leave, or at the optimizer's step: the same at every depth
     curve: Curve
-    gathered_loss: int
-    """ZeRO-3: whole at the loss, and at the top; as long as no more than `settled` layers recompute."""
+    gathered_loss: int  # zeRO-3: whole at the loss, and at the top; as long as no more than `settled` layers recompute
     gathered_top: int
     settled: int
 

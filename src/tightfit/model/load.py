@@ -25,8 +25,7 @@ from tightfit.model.presets import CHECKPOINTS, DRAWN_STD, PRESETS, find_checkpo
 from tightfit.types import ConfigError, ModelError, ModelShape
 
 HUB_TIMEOUT_S = 10
-HONEST = 0.05
-"""A name that is this close to the count needs no correction."""
+HONEST = 0.05  # a name that is this close to the count needs no correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,8 @@ class FoundConfig:
     name: str
     config: Mapping[str, object]
     notes: tuple[Said, ...] = ()
-    called: str | None = None
-    """The size that the name promises; see `presets`."""
-    is_block: bool = False
-    """Hand-written shape fields, in which every key must be known."""
+    called: str | None = None  # the size that the name promises; see `presets`
+    is_block: bool = False  # hand-written shape fields, in which every key must be known
 
 
 def load_model(word: str, *, trust_trace: bool = False) -> ModelShape:
@@ -131,8 +128,7 @@ def shape_from_fields(fields: Mapping[str, object], name: str) -> ModelShape:
     return shape if length is None else replace(shape, max_positions=length)
 
 
-_STD = "initializer_range"
-"""No size, but a new model's weights are drawn with it."""
+_STD = "initializer_range"  # no size, but a new model's weights are drawn with it
 _FIELD_NAMES: Mapping[str, str] = {
     "d_model": "hidden_size",
     "n_layers": "num_hidden_layers",

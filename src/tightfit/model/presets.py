@@ -22,8 +22,7 @@ class Preset(NamedTuple):
 
     config: Mapping[str, object]
     source: Said
-    called: str | None = None
-    """The size in the name, where the true count ought to be said beside it."""
+    called: str | None = None  # the size in the name, where the true count ought to be said beside it
 
 
 class Checkpoint(NamedTuple):
@@ -60,8 +59,7 @@ def _qwen2(*sizes: int, tied: bool = False) -> Mapping[str, object]:
     return _transformer("qwen2", *sizes, tied=tied, **more)
 
 
-_TINY_VOCAB = 512
-"""Room for a byte-level tokenizer and its special tokens."""
+_TINY_VOCAB = 512  # room for a byte-level tokenizer and its special tokens
 
 PRESETS: Mapping[str, Preset] = {
     "7b_mamba": Preset(_mamba(50257, 4864, 45, expand=2), Message("model.mamba-wide"), "7B"),

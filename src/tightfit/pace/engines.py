@@ -58,24 +58,18 @@ class PassTimes(NamedTuple):
 class Traffic(NamedTuple):
     """Seconds that data takes outside the computation: of one micro batch, `updated` of one step."""
 
-    gathered: float
-    """In either pass."""
+    gathered: float  # in either pass
     reduced: float
-    overlaps: bool
-    """Reductions run beside the backward pass."""
-    copy_cost: float
-    """What copies from the host cost the computation beside which they run, of their own time."""
+    overlaps: bool  # reductions run beside the backward pass
+    copy_cost: float  # what copies from the host cost the computation beside which they run, of their own time
     each_time: bool
     """They follow every micro batch, not only the last; gradients leave for the host when they are reduced."""
     updated: float
-    copied: float
-    """On the GPU: shards laid out for a collective and back."""
+    copied: float  # on the GPU: shards laid out for a collective and back
     copied_back: float
-    from_host: float
-    """In either pass."""
+    from_host: float  # in either pass
     to_host: float
-    kept_out: float
-    """Layer inputs that wait on the host: out in the forward pass, back in the other."""
+    kept_out: float  # layer inputs that wait on the host: out in the forward pass, back in the other
     host: float
     host_back: float
 

@@ -24,10 +24,8 @@ from tightfit.pace.engines import PassTimes
 from tightfit.pace.rates import Rates
 from tightfit.types import Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
 
-MODULES_WITHOUT_WEIGHTS = 4
-"""The layer itself, its mixer, its MLP and the activation."""
-MODULES_OF_AN_ADAPTER = 4
-"""PEFT's wrapper, dropout, A and B around a linear layer."""
+MODULES_WITHOUT_WEIGHTS = 4  # the layer itself, its mixer, its MLP and the activation
+MODULES_OF_AN_ADAPTER = 4  # PEFT's wrapper, dropout, A and B around a linear layer
 BACKWARD_OPERATIONS = 1.0
 """Host time of an operation's backward over its forward: no Python, but twice the kernels. Measured."""
 
@@ -39,13 +37,10 @@ class LayerTime(NamedTuple):
     traffic: float
     products_back: float
     traffic_back: float
-    unpacking: float
-    """4-bit weights made 16-bit: once in each pass."""
-    host: float
-    """What Python and the driver need to launch the forward pass."""
+    unpacking: float  # 4-bit weights made 16-bit: once in each pass
+    host: float  # what Python and the driver need to launch the forward pass
     host_back: float
-    modules: int
-    """Modules that an engine hooks."""
+    modules: int  # modules that an engine hooks
 
 
 @lru_cache(maxsize=1024)

@@ -75,8 +75,7 @@ class Plan:
     hardware: Hardware  # all that there is; a way may use fewer GPUs
     effective_batch: int
     chosen: Way | None  # None: nothing that was allowed fits
-    alternatives: tuple[Way, ...]
-    """The best of each other strategy, those that fit first, each group the fastest first."""
+    alternatives: tuple[Way, ...]  # the best of each other strategy, those that fit first, each group the fastest first
     considered: int  # candidates priced
     search_s: float
     because: tuple[Said, ...]  # why this one; or why none

@@ -36,8 +36,7 @@ from tightfit.priced import (
 from tightfit.runs.lines import MIB, size_words
 from tightfit.types import ModelShape, Phase
 
-WIDEST = 120
-"""Longer bars show nothing more."""
+WIDEST = 120  # longer bars show nothing more
 
 FILLS: Mapping[str, tuple[str, str]] = {
     "weights": ("█", "blue"),
@@ -53,8 +52,7 @@ FILLS: Mapping[str, tuple[str, str]] = {
 }
 """Component → its fill and colour. The same everywhere, so that two pictures can be compared."""
 
-SPARE_FILLS = "%oxvz@&"
-"""For components without a fill of their own, in the order in which they turn up."""
+SPARE_FILLS = "%oxvz@&"  # for components without a fill of their own, in the order in which they turn up
 
 OVERHEAD = (":", "bright_black")
 
@@ -69,8 +67,7 @@ PHASES = {
 }
 """The phases of a training step."""
 
-SHORT = 34
-"""A reason up to this length stands in the table's own row."""
+SHORT = 34  # a reason up to this length stands in the table's own row
 
 
 def phase_words(name: str) -> str:
@@ -81,8 +78,7 @@ def phase_words(name: str) -> str:
 class Figure(NamedTuple):
     """What was predicted and measured; None: not known."""
 
-    key: str
-    """Its name for programs."""
+    key: str  # its name for programs
     name: str
     unit: Literal["bytes", "seconds", "tokens"]
     predicted: float | None
@@ -95,10 +91,8 @@ class _Terminal(Console):
         raise BrokenPipeError
 
 
-TABLE = 80
-"""Columns that a table needs."""
-NARROWEST = 40
-"""A terminal that says it is narrower, or has no width at all, is taken to have this one."""
+TABLE = 80  # columns that a table needs
+NARROWEST = 40  # a terminal that says it is narrower, or has no width at all, is taken to have this one
 
 
 def open_console() -> Console:

@@ -38,15 +38,12 @@ FILL = ("█", "blue")
 OVER = ("█", "red")
 SHORTEST_BAR, TELLING_BAR, LONGEST_BAR = 6, 14, 40
 """Cells. The middle one is worth more than a second blank between the columns."""
-MOST_OVER = 1.5
-"""A bar ends at this multiple of the card; what needs more is told by its number."""
+MOST_OVER = 1.5  # a bar ends at this multiple of the card; what needs more is told by its number
 LEFT_OUT = ("GPU", "free", "batch", "host", "checkpoint", "lacks", "offload")
 """The columns that a narrow terminal does without, the first one first."""
-TEXT = ("", "engine", "offload", "checkpoint", "batch", "GPUs", "GPU", "lacks")
-"""The columns that stand to the left."""
+TEXT = ("", "engine", "offload", "checkpoint", "batch", "GPUs", "GPU", "lacks")  # the columns that stand to the left
 UNBROKEN = "\N{NO-BREAK SPACE}"
-ALWAYS = ("engine", "micro_batch", "accum", "checkpointing")
-"""The levers that say most, printed whatever they are."""
+ALWAYS = ("engine", "micro_batch", "accum", "checkpointing")  # the levers that say most, printed whatever they are
 
 LIMITS = {
     "seq": ("screen.no-sequence-fits", "screen.longest-sequence"),
@@ -67,8 +64,7 @@ HEADS = frozenset(
 )
 """The columns whose heads are words."""
 
-Row = tuple[str, Way]
-"""The mark before a way, and the way."""
+Row = tuple[str, Way]  # the mark before a way, and the way
 
 
 def waiting(said: str, *, quiet: bool = False) -> AbstractContextManager[object]:

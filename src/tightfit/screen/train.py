@@ -27,8 +27,7 @@ from tightfit.runs.run import Failure, traceback_in
 from tightfit.screen import Figure, draw_figures, draw_list, say
 from tightfit.screen.plan import draw_chosen, head_words, lever_flags, reason_lines
 
-MOST_FIXES = 4
-"""Remedies that are named at the end; `tightfit diagnose` knows them all."""
+MOST_FIXES = 4  # remedies that are named at the end; `tightfit diagnose` knows them all
 
 
 def draw_start(console: Console, plan: Plan, folder: str) -> None:

@@ -33,18 +33,13 @@ from tightfit.screen.train import failure_words, process_words
 MARKS = {"green": "✓", "yellow": "!", "red": "✗", "unknown": "?"}
 STYLES = {"green": "green", "yellow": "bold yellow", "red": "bold red", "unknown": "dim"}
 LEVELS, PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.,:-=+#"
-LABEL, BAR = 7, 12
-"""Columns of a row's name, and the fewest of its bar."""
+LABEL, BAR = 7, 12  # columns of a row's name, and the fewest of its bar
 WIDEST_BAR = 60
 SPARK = 60
-LATEST = 6
-"""Events that are shown at most."""
-OLD_S = 3.0
-"""Figures of cards that are older say so."""
-LIGHT_S = 60.0
-"""In a pipe, a light that changes is worth a line so often, and one that turns red always."""
-MACHINE_EVERY_S = 60.0
-"""In a pipe, a machine without a run is worth a line so often."""
+LATEST = 6  # events that are shown at most
+OLD_S = 3.0  # figures of cards that are older say so
+LIGHT_S = 60.0  # in a pipe, a light that changes is worth a line so often, and one that turns red always
+MACHINE_EVERY_S = 60.0  # in a pipe, a machine without a run is worth a line so often
 
 # A column: its head, its width, and from which width of the terminal on it is shown.
 _COLUMNS = {

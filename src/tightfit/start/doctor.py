@@ -22,10 +22,8 @@ from tightfit.priced import strategy_name
 from tightfit.start.train import HOW_FAR, answer_of, check_weights, packages_for, with_a_scan_that_runs
 from tightfit.types import ConfigError, UserError
 
-MOST_FILES = 2000
-"""Of a data folder that are opened."""
-ADAM_BYTES = 8
-"""Of Adam's two moments, a parameter; those that are kept in 8 bits are saved in fp32 as well."""
+MOST_FILES = 2000  # of a data folder that are opened
+ADAM_BYTES = 8  # of Adam's two moments, a parameter; those that are kept in 8 bits are saved in fp32 as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,12 +59,9 @@ class Known:
     job: Job
     shape: ModelShape
     levers: Levers
-    hardware: Hardware
-    """As much of it as the command uses."""
-    calibration: Calibration | None = None
-    """What earlier runs have measured; None: it is not wanted."""
-    assumed: tuple[str, ...] = ()
-    """What the command does not say, in sentences."""
+    hardware: Hardware  # as much of it as the command uses
+    calibration: Calibration | None = None  # what earlier runs have measured; None: it is not wanted
+    assumed: tuple[str, ...] = ()  # what the command does not say, in sentences
 
     @property
     def priced(self) -> Priced:
@@ -193,8 +190,7 @@ class Planner:
     allow: tuple[Allowance, ...] = ()
     calibration: Calibration | None = None
     """What earlier runs and attempts have measured; None: nothing is learned or used."""
-    keep: Callable[[Entry], object] = lambda entry: None
-    """Writes down what was learned."""
+    keep: Callable[[Entry], object] = lambda entry: None  # writes down what was learned
     wait: Callable[[int | None, int, Callable[[], bool]], bool] | None = None
     """Waits for room on the GPUs; None: nobody asked for that."""
     model: str | None = None

@@ -19,8 +19,7 @@ from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.types import ConfigError, Hardware, HardwareError
 
 T = TypeVar("T")
-WAIT_S = 5.0
-"""Between two looks at what others hold."""
+WAIT_S = 5.0  # between two looks at what others hold
 LOOK_S = 0.1
 FREE_SHARE = 0.9
 """Of a card's memory: with so much free nobody else is on it, where it is not known how much a command needs."""
@@ -46,10 +45,8 @@ class Nodes:
     count: int = 1
     rank: int = 0
     address: str = "127.0.0.1"
-    port: int | None = None
-    """None: a free one."""
-    hostfile: str | None = None
-    """The text of a hostfile: all machines are started from here."""
+    port: int | None = None  # None: a free one
+    hostfile: str | None = None  # the text of a hostfile: all machines are started from here
 
 
 def reservations() -> Reservations:

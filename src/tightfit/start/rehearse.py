@@ -37,8 +37,7 @@ from tightfit.start.train import (
 )
 from tightfit.types import ConfigError, Hardware, HardwareError
 
-STEPS = 5
-"""Of a rehearsal; the first two only warm up."""
+STEPS = 5  # of a rehearsal; the first two only warm up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +45,7 @@ class RehearseOptions:
     """What is said of the rehearsal itself, beside what is asked of its plan."""
 
     cap: str | None = None
-    from_plan: str | None = None
-    """The folder of a plan that was written before."""
+    from_plan: str | None = None  # the folder of a plan that was written before
     full_length: bool = False
     steps: int = STEPS
     on: int | None = None
@@ -60,21 +58,14 @@ class ReadyRehearsal:
     """A rehearsal that can be started."""
 
     worker: WorkerFile
-    files: Mapping[str, str]
-    """The plan: by name."""
-    cap_bytes: int
-    """The card, as it is to be taken."""
-    tensor_bytes: int | None
-    """What of it torch's allocator may have; None: the rank is on the CPU."""
+    files: Mapping[str, str]  # the plan: by name
+    cap_bytes: int  # the card, as it is to be taken
+    tensor_bytes: int | None  # what of it torch's allocator may have; None: the rank is on the CPU
     device: Device | None
-    variable: str
-    """Chooses among the GPUs of this machine."""
-    plan: Plan | None
-    """None: it was written before."""
-    said: tuple[str, ...]
-    """Before the start."""
-    notes: tuple[str, ...]
-    """At the end, about the figures."""
+    variable: str  # chooses among the GPUs of this machine
+    plan: Plan | None  # None: it was written before
+    said: tuple[str, ...]  # before the start
+    notes: tuple[str, ...]  # at the end, about the figures
 
     @property
     def host_bytes(self) -> int:

@@ -69,12 +69,9 @@ from tightfit.types import (
     UserError,
 )
 
-LEAST_TORCH = (2, 5)
-"""The oldest that the worker is written for."""
-WAITS_S = 60.0
-"""For room on a GPU, where nobody said --wait-for-gpu."""
-DEFAULT_PORT = 29500
-"""Where the ranks of several machines meet: each machine must name the same."""
+LEAST_TORCH = (2, 5)  # the oldest that the worker is written for
+WAITS_S = 60.0  # for room on a GPU, where nobody said --wait-for-gpu
+DEFAULT_PORT = 29500  # where the ranks of several machines meet: each machine must name the same
 MOST_MARGIN = 0.89
 
 
@@ -82,8 +79,7 @@ MOST_MARGIN = 0.89
 class TrainOptions:
     """What is said of the run itself, beside what is asked of its plan."""
 
-    plan: str | None = None
-    """The folder of a plan that was written before."""
+    plan: str | None = None  # the folder of a plan that was written before
     overwrite: bool = False
     take_over: bool = False
     dry_run: bool = False
@@ -99,8 +95,7 @@ class TrainOptions:
     wait_for_gpu: bool = False
     deepspeed_config: str | None = None
     max_gpus: int | None = None
-    nodes: int | None = None
-    """Of SLURM or one, where nothing is said."""
+    nodes: int | None = None  # of SLURM or one, where nothing is said
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     json: bool = False
@@ -111,15 +106,13 @@ class Ready:
     """A run that can be started."""
 
     worker: WorkerFile
-    files: Mapping[str, str]
-    """The plan, rendered: by name."""
+    files: Mapping[str, str]  # the plan, rendered: by name
     folder: Path
     nodes: Nodes
     occupancy: Occupancy
     devices: tuple[Device, ...]
     """The GPUs of this machine that it will use; none, where the CPU stands in or other machines do it."""
-    plan: Plan | None
-    """None: it was written before."""
+    plan: Plan | None  # None: it was written before
     said: tuple[Said, ...] = ()
 
     @property
@@ -505,11 +498,9 @@ class FoundPlan(NamedTuple):
     """A plan that may be the next one, and what it steps down from."""
 
     plan: Plan
-    bounds: Bounds
-    """With what the failed attempt has measured."""
+    bounds: Bounds  # with what the failed attempt has measured
     tried: Tried | None = None
-    entry: Entry | None = None
-    """That measurement, for later plans."""
+    entry: Entry | None = None  # that measurement, for later plans
 
 
 @dataclass(kw_only=True)
@@ -519,16 +510,11 @@ class TrainCourse:
 
     request: Request
     ready: Ready
-    folder: RunFolder
-    """Where this node keeps plan and logs."""
-    options: tuple[str, ...]
-    """Of the worker, in all attempts."""
-    worker: tuple[str, ...]
-    """What starts one rank."""
-    meet: Callable[[Ready], Meeting]
-    """Writes down what a plan takes of this machine, and says where its ranks meet."""
-    patient: bool
-    """Whether to wait for as long as others hold the GPUs."""
+    folder: RunFolder  # where this node keeps plan and logs
+    options: tuple[str, ...]  # of the worker, in all attempts
+    worker: tuple[str, ...]  # what starts one rank
+    meet: Callable[[Ready], Meeting]  # writes down what a plan takes of this machine, and says where its ranks meet
+    patient: bool  # whether to wait for as long as others hold the GPUs
     bounds: Bounds = field(default_factory=Bounds)
     """What the next plan is searched within, with all that attempts have measured so far."""
 

@@ -156,8 +156,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[leaf] = buffer.to(device)
 
 
-Reader = Callable[[str, tuple[int, ...], int, int], Tensor]
-"""Name and shape of a parameter, and which of its elements."""
+Reader = Callable[[str, tuple[int, ...], int, int], Tensor]  # name and shape of a parameter, and which of its elements
 
 
 def read_into(target: Tensor, read: Reader, name: str, shape: tuple[int, ...], start: int) -> None:

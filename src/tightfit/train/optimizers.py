@@ -32,8 +32,7 @@ from tightfit.train.config import OptimizerConfig
 from tightfit.types import ConfigError, Optimizer
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-BLOCK = 256
-"""Elements that share a scale: a constant of bitsandbytes' optimizers, which they do not keep with a state."""
+BLOCK = 256  # elements that share a scale: a constant of bitsandbytes' optimizers, which they do not keep with a state
 PIECE = BLOCK * 2**13  # elements that are converted at a time
 Which = Literal[1, 2]  # the first or the second moment
 Groups = list[dict[str, Any]]

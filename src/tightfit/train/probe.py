@@ -34,8 +34,7 @@ ROOM = 0.25
 """Small parameters are not sharded, and parts are padded; a share may be this much above the ideal and is still one."""
 
 
-PlanProof = tuple[str, bool, Message]
-"""What was looked at, whether it is so, and a sentence about it."""
+PlanProof = tuple[str, bool, Message]  # what was looked at, whether it is so, and a sentence about it
 
 
 def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanProof]:

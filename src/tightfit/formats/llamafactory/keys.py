@@ -15,8 +15,7 @@ MARKS = ARGUMENT_MARKS | OLDER_ARGUMENT_MARKS | _TABLES["own"]
 MARKS |= {key: mark for keys in LLAMAFACTORY_ADDED.values() for key, mark in keys.items()}
 KNOWN = frozenset(MARKS)
 
-FIELD_OF = _TABLES["fields"]
-"""A key of the YAML → the field of the job that takes its value as it is."""
+FIELD_OF = _TABLES["fields"]  # a key of the YAML → the field of the job that takes its value as it is
 MEGATRONS, READ, CHOSEN = (frozenset(_TABLES[name]) for name in ("megatron", "read", "chosen"))
 
 LLAMAFACTORY_GONE = {

@@ -20,8 +20,7 @@ from tightfit.hardware.doctor.row import Check
 from tightfit.hardware.probes import PATIENCE_S, probe_cards, probe_links
 from tightfit.hardware.probes.card import Cards
 
-_TORCH_S = 8.5
-"""Seconds from the start after which torch, the last to be asked, is given up."""
+_TORCH_S = 8.5  # seconds from the start after which torch, the last to be asked, is given up
 _DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 """What a driver makes: without one torch would be imported for nothing."""
 

@@ -17,11 +17,9 @@ from tightfit.inputs.versions import release
 from tightfit.messages import Listing, Message, Said
 
 _HOT_C = 87
-_MINE = 0.05
-"""Share of a card that may be taken without a word: a desktop, a context."""
+_MINE = 0.05  # share of a card that may be taken without a word: a desktop, a context
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x1d94": "Hygon"}
-_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200", "0x0b40")
-"""Of display and compute devices on the PCI bus."""
+_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200", "0x0b40")  # of display and compute devices on the PCI bus
 _MOST_LANES = 32
 _NEEDS = {"sm_100": ((2, 7), (12, 8)), "sm_120": ((2, 7), (12, 8))}
 """Architecture → the first torch and the first CUDA with kernels for it."""

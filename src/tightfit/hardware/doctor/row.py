@@ -11,8 +11,7 @@ from tightfit.messages import Said
 Light = Literal["green", "yellow", "red"]
 LIGHTS: tuple[Light, ...] = ("green", "yellow", "red")
 Group = Literal["GPUs", "links", "host", "disk", "software", "building", "environment", "job"]
-GROUPS: tuple[Group, ...] = get_args(Group)
-"""In the order of a report."""
+GROUPS: tuple[Group, ...] = get_args(Group)  # in the order of a report
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +21,9 @@ class Check:
     id: str
     group: Group
     light: Light
-    what: Said
-    """What was found, in a sentence without its full stop."""
+    what: Said  # what was found, in a sentence without its full stop
     fix: Said | None = None
-    commands: tuple[str, ...] = ()
-    """To be typed by the user: nothing is ever run for them."""
+    commands: tuple[str, ...] = ()  # to be typed by the user: nothing is ever run for them
 
 
 def worst(rows: Iterable[Check]) -> Light:

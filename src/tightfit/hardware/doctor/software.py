@@ -218,12 +218,10 @@ def collectives(
 
 # --- building -----------------------------------------------------------------------------------
 
-_SAME_ENOUGH = (10, 11, 12)
-"""Major releases of CUDA whose minor ones DeepSpeed's builder takes for each other."""
+_SAME_ENOUGH = (10, 11, 12)  # major releases of CUDA whose minor ones DeepSpeed's builder takes for each other
 
 
-Compilers = tuple[str | None, str | None]
-"""The C++ compiler and the version of nvcc. None: not there, or silent."""
+Compilers = tuple[str | None, str | None]  # the C++ compiler and the version of nvcc. None: not there, or silent.
 
 
 def find_compilers(env: Mapping[str, str]) -> Compilers:

@@ -19,8 +19,7 @@ from tightfit.hardware.probes.card import Card, CardProcess, Cards, together
 from tightfit.hardware.probes.libraries import nvml, torch_cards
 from tightfit.hardware.probes.tools import HungTool, Silent, ask_by, place_of
 
-PATIENCE_S = 6.0
-"""For all questions to one tool."""
+PATIENCE_S = 6.0  # for all questions to one tool
 TOOLS: Mapping[str, Callable[[float, bool], Cards]] = {
     "NVML": nvml,
     "nvidia-smi": nvidia.nvidia_smi,
@@ -29,8 +28,7 @@ TOOLS: Mapping[str, Callable[[float, bool], Cards]] = {
     "rocm-smi": partial(rocm_smi.probe, "rocm-smi", "amd"),
 }
 """The most trusted first: hy-smi stands before rocm-smi, for Hygon installs its own under both names."""
-_LONGEST = 60
-"""Characters of a command that tell it from others."""
+_LONGEST = 60  # characters of a command that tell it from others
 
 
 def ask_tool(tool: str, deadline: float, *, whole: bool = True) -> Cards:

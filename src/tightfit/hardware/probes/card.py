@@ -40,24 +40,20 @@ class CardProcess:
 class Card:
     """One card. None: nobody says."""
 
-    index: int
-    """As the tool counts."""
+    index: int  # as the tool counts
     vendor: Vendor
     name: str | None = None
-    pci: str | None = None
-    """`0000:09:00.0`: the one name that every tool agrees on."""
+    pci: str | None = None  # `0000:09:00.0`: the one name that every tool agrees on
     uuid: str | None = None
     arch: str | None = None
     total_bytes: int | None = None
     used_bytes: int | None = None
     free_bytes: int | None = None
-    memory_percent: float | None = None
-    """How full it is, where a tool says no more than that."""
+    memory_percent: float | None = None  # how full it is, where a tool says no more than that
     use_percent: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
-    processes: tuple[CardProcess, ...] | None = None
-    """None: nobody says; empty: there are none."""
+    processes: tuple[CardProcess, ...] | None = None  # None: nobody says; empty: there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +61,7 @@ class Driver:
     """What the cards are driven by."""
 
     version: str | None = None
-    runtime: str | None = None
-    """The newest CUDA that the driver can run."""
+    runtime: str | None = None  # the newest CUDA that the driver can run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +69,11 @@ class Cards:
     """What a tool says, or all tools together."""
 
     cards: tuple[Card, ...] = ()
-    unplaced: tuple[CardProcess, ...] = ()
-    """Processes on some card, nobody says which."""
+    unplaced: tuple[CardProcess, ...] = ()  # processes on some card, nobody says which
     driver: Driver | None = None
-    tools: tuple[str, ...] = ()
-    """Who was asked; of several, who showed a card."""
-    problems: tuple[Message, ...] = ()
-    """Why a tool that is installed shows no card."""
-    hung: bool = False
-    """It did not answer in time, and whoever asks the same driver may not either."""
+    tools: tuple[str, ...] = ()  # who was asked; of several, who showed a card
+    problems: tuple[Message, ...] = ()  # why a tool that is installed shows no card
+    hung: bool = False  # it did not answer in time, and whoever asks the same driver may not either
 
 
 def read_card(index: int, vendor: Vendor, told: Mapping[str, object], unit: str = "B") -> Card:

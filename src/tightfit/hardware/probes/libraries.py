@@ -16,8 +16,7 @@ from tightfit.hardware.probes.tools import HungTool, Silent, run_child
 from tightfit.messages import Message
 from tightfit.types import Vendor
 
-_HYGON = ("gfx926", "gfx928", "gfx936")
-"""Architectures that no card of AMD has."""
+_HYGON = ("gfx926", "gfx928", "gfx936")  # architectures that no card of AMD has
 
 
 def nvml(deadline: float, whole: bool) -> Cards:

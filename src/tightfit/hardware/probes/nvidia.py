@@ -29,16 +29,14 @@ _KINDS = {
     "compute_cap": ("capability", r"[0-9]{1,2}\.[0-9]"),
 }
 """Field → its name in a `Card`, and what belongs there."""
-FIELDS = (*_KINDS, "name")
-"""The name comes last, for it may hold commas, quoted or not."""
+FIELDS = (*_KINDS, "name")  # the name comes last, for it may hold commas, quoted or not
 _NAMES = ("index", "uuid", "memory.total", "compute_cap", "name")
 _CSV = "--format=csv,noheader,nounits"
 _REFUSED = re.compile(r'Field "([^"]+)" is not a valid field')
 _MOST_REFUSALS = 4
 _RUNTIME = re.compile(r"CUDA(?: UMD)? Version\s*:\s*([0-9]{1,2}\.[0-9]{1,2})")
 TOPOLOGY = ("topo", "-m")
-Link = tuple[str, str, str]
-"""Two cards, and the tool's word for the way between them."""
+Link = tuple[str, str, str]  # two cards, and the tool's word for the way between them
 
 
 def nvidia_smi(deadline: float, whole: bool) -> Cards:

@@ -8,8 +8,7 @@ import re
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, "k": KIB, "m": MIB, "g": GIB, "t": 2**40}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{1,12})?([eE][+-]?[0-9]{1,2})?")
-_MOST_BYTES = 2**44
-"""No card has 16 TiB."""
+_MOST_BYTES = 2**44  # no card has 16 TiB
 MOST_CARDS = 1024
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+')
 _EMPTY = ("", "n/a", "na", "none", "null", "unknown", "not supported", "unknown error")

@@ -35,8 +35,7 @@ _QUESTIONS: tuple[tuple[str, ...], ...] = (
 """In turn until one shows a card: older releases refuse what they do not know, and some know no JSON."""
 TOPOLOGY = ("--showtopotype",)
 
-Rows = dict[int, dict[str, object]]
-"""Number of a card → its keys, in lower case, and their values as they stand there."""
+Rows = dict[int, dict[str, object]]  # number of a card → its keys, in lower case, and their values as they stand there
 
 
 def probe(tool: str, vendor: Vendor, deadline: float, whole: bool) -> Cards:
@@ -128,10 +127,8 @@ _NUMBERED = re.compile(r"(?:card|gpu|hcu|dcu)\s*([0-9]{1,4})", re.IGNORECASE)
 _LINE = re.compile(r"(?:HCU|DCU|GPU)\[([0-9]{1,4})\]\s*:\s*([^:]+?)\s*:\s*(\S.*?)\s*", re.IGNORECASE)
 _HEADING = re.compile(r"[^()]*(?:\([^()]*\)\s*)*")
 """The unit, in brackets, is the last thing in a heading; what goes on after it was two."""
-_MOST_BLANKS = 4
-"""More cells than columns: by cells of several words, as `0x74a1, 28851` is."""
-_OLD = ("gpu", "dcu", "hcu")
-"""The first heading of tables whose cells are single words; newer ones begin with `Device`."""
+_MOST_BLANKS = 4  # more cells than columns: by cells of several words, as `0x74a1, 28851` is
+_OLD = ("gpu", "dcu", "hcu")  # the first heading of tables whose cells are single words; newer ones begin with `Device`
 _COLUMNS = {"temp": "temperature (sensor edge) (c)", "avgpwr": "average graphics package power (w)"}
 
 

@@ -29,12 +29,9 @@ class Mixture:
     top_k: int
     inner_key: str = "moe_intermediate_size"
     inner: int
-    shared_inner: int = 0
-    """Default width of the shared expert; 0: the family has none."""
-    gate_first: bool = True
-    """The router is registered before the experts."""
-    scores_fp32: bool = False
-    """The router's weights are not cast back."""
+    shared_inner: int = 0  # default width of the shared expert; 0: the family has none
+    gate_first: bool = True  # the router is registered before the experts
+    scores_fp32: bool = False  # the router's weights are not cast back
     lora_on_experts: bool = False
     """PEFT has a mapping from this family's old expert modules to today's parameters, and `all-linear` uses it."""
 
@@ -45,10 +42,8 @@ class LlamaVariant:
 
     required: tuple[str, ...] = SIZES
     heads: int = 32
-    kv_heads: int | None = None
-    """None: as many as heads."""
-    head_dim: int | None = None
-    """None: hidden_size / heads."""
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden_size / heads
     head_dim_readable: bool = True
     heads_must_divide: bool = False
     """transformers refuses a hidden size that the heads do not divide even where head_dim is given."""
@@ -66,15 +61,13 @@ class LlamaVariant:
     """'head': one vector of head_dim; 'whole': one over the projection; 'each': a LayerNorm a head, if qk_layernorm."""
     fused: bool = False
     gated: bool = True
-    partial_rotary: float | None = None
-    """Default of partial_rotary_factor; None: the family does not read it."""
+    partial_rotary: float | None = None  # default of partial_rotary_factor; None: the family does not read it
     window: windows.Rule = windows.never
     skips_rotary: bool = False
     rotary_fp32: bool = False
     residual_scaled: bool = False
     embedding_scale: bool = False
-    softcaps: bool | None = None
-    """Whether logits are capped where the config does not say; None: it is not asked."""
+    softcaps: bool | None = None  # whether logits are capped where the config does not say; None: it is not asked
     mixture: Mixture | None = None
 
 
