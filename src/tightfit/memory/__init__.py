@@ -32,7 +32,16 @@ def estimate(
     job = make_job(shape, levers, world, gpu, built_whole=built_whole)
     engine = ENGINES[levers.engine]
     components = {"init": engine.initialise(job), **engine.passes(job), "step": engine.step(job)}
-    components["eval"] = _evaluation(job, components["step"])
+    # a forward pass that keeps nothing, then the logits
+    passing: Components = {"recompute": job.acts.evaluation}
+    logits: Components = {"logits": job.acts.head.eval_logits}
+    if job.levers.stage == 3:
+        whole = zero3.gather_for(job)
+        passing["gathered_weights"] = whole.forward * job.weights.width
+        logits["gathered_weights"] = whole.loss * job.weights.width
+    components["eval"] = combine(
+        _resting(job, components["step"]), worst(passing, logits), {"temporaries": job.workspaces}
+    )
     # saving copies parts to the host in pieces; what is stored as it lies needs nothing more on the GPU
     rounded = levers.is_fsdp2 and levers.precision != "fp32" and levers.master_weights
     unpacking = overhead.SAVED_PIECE_BYTES // 2 if rounded else 0
@@ -84,14 +93,3 @@ def _resting(job: MemoryJob, step: Components) -> Components:
     """What stays between two steps. ZeRO-3's gradients have a buffer that is never given back."""
     gone = {"temporaries", "activations"} | (set() if job.levers.stage == 3 else {"gradients"})
     return {name: size for name, size in step.items() if name not in gone}
-
-
-def _evaluation(job: MemoryJob, step: Components) -> Components:
-    """A forward pass that keeps nothing, then the logits."""
-    passing: Components = {"recompute": job.acts.evaluation}
-    logits: Components = {"logits": job.acts.head.eval_logits}
-    if job.levers.stage == 3:
-        whole = zero3.gather_for(job)
-        passing["gathered_weights"] = whole.forward * job.weights.width
-        logits["gathered_weights"] = whole.loss * job.weights.width
-    return combine(_resting(job, step), worst(passing, logits), {"temporaries": job.workspaces})

@@ -94,7 +94,10 @@ def _torch(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> Slot
     mixed = ops.convolve(xbc, "mixer.conv1d", shape.inner + 2 * shape.groups * shape.state, shape.conv)
     x, b, c = tape.split(mixed, (wide, group, group))
     scanned = _chunk_scan(ops, (x, b, c, dt, decay), shape)
-    normed = _norm_with_gate(ops, scanned, gate, shape)
+    # norm(x · silu(gate)), all in fp32, since the scan's output is
+    gate32 = ops.cast(gate, shape.inner, FP32)
+    product = ops.multiply(scanned, ops.tape.op((gate32,), gate32.size, saves=(gate32,)))
+    normed = ops.weigh(ops.normalise(product, 1), shape.inner)
     narrow = ops.cast(normed, shape.inner, ops.setting.width)
     out = ops.linear(narrow, "mixer.out_proj", hidden, shape.inner)
     tape.hold(projected, mixed, normed, scanned)
@@ -206,10 +209,3 @@ def _read_states(ops: Operations, cp: Slot, starts: Slot, shape: Mamba2, sizes: 
     size = sizes.inner * shape.state
     whole = ops.tape.op((cp, starts), size, saves=(cp, starts), backward_temp=2 * size)
     return ops.tape.op((whole,), sizes.inner, passes=True), whole
-
-
-def _norm_with_gate(ops: Operations, x: Slot, gate: Slot, shape: Mamba2) -> Slot:
-    """norm(x · silu(gate)), all in fp32, since the scan's output is."""
-    gate32 = ops.cast(gate, shape.inner, FP32)
-    product = ops.multiply(x, ops.tape.op((gate32,), gate32.size, saves=(gate32,)))
-    return ops.weigh(ops.normalise(product, 1), shape.inner)

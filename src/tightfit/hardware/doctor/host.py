@@ -141,7 +141,13 @@ def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> Iterator[Check]:
         what = Message("doctor.disk-unwritable", folder=folder, why=found.problem or Message("doctor.disk-silent"))
         yield Check("disk", "disk", "red", what, Message("doctor.disk-unwritable-fix"))
     else:
-        kind = _file_system(found.folder, root)
+        # the kind of file system that a folder is on: the deepest mount above it, the last where several are the same
+        kinds: dict[Path, str] = {}
+        for line in read_text(root / "proc/mounts").splitlines():
+            cells = line.split()
+            if len(cells) > 2:
+                kinds[Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), cells[1]))] = cells[2]
+        kind = next((kinds[place] for place in (found.folder, *found.folder.parents) if place in kinds), None)
         what, fix = Message("doctor.disk", folder=folder, free=gib(free), kind=kind), None
         if free < _NO_DISK:
             fix = Message("doctor.disk-full")
@@ -164,13 +170,3 @@ def disk_rows(found: MeasuredDisk, root: Path = Path("/")) -> Iterator[Check]:
         yield Check("nvme", "disk", "green", what, fix)
     else:
         yield Check("nvme", "disk", "green", Message("doctor.no-nvme"))
-
-
-def _file_system(folder: Path, root: Path) -> str | None:
-    """The kind of file system that a folder is on: the deepest mount above it, the last where several are the same."""
-    kinds: dict[Path, str] = {}
-    for line in read_text(root / "proc/mounts").splitlines():
-        cells = line.split()
-        if len(cells) > 2:
-            kinds[Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), cells[1]))] = cells[2]
-    return next((kinds[place] for place in (folder, *folder.parents) if place in kinds), None)

@@ -102,7 +102,11 @@ def run(name: Said, command: list[str], timeout_s: float | None = None) -> str:
         except subprocess.TimeoutExpired:
             raise HungTool(Message("machine.tool-hung", tool=name, wait_s=wait_s)) from None
         finally:
-            _end(process)
+            # end the whole group; a process that the kernel holds is not waited for
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WAIT_S)
         output, complaint = (_text(file) for file in (out, err))
     if code != 0:
         printed = (complaint + "\n" + output).strip()
@@ -116,11 +120,3 @@ def run(name: Said, command: list[str], timeout_s: float | None = None) -> str:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read(_MOST_OUTPUT).decode(errors="replace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the whole group; a process that the kernel holds is not waited for."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_LAST_WAIT_S)
