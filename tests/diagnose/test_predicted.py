@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import tightfit
-from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.model.load import find_config
+from tightfit.runs.cause import read_planned_footprint
 
 
 @pytest.fixture

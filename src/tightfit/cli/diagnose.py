@@ -25,12 +25,11 @@ from tightfit.diagnose.predicted import MemoryPrediction, predict_failure, predi
 from tightfit.diagnose.reading import is_binary
 from tightfit.diagnose.verdict import Diagnosis, Evidence, Fix, LogSource, RankExit, Verdict
 from tightfit.formats.recognise import read_known_config
-from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.inputs.spelling import nearest
 from tightfit.job.known import KnownConfig
 from tightfit.messages import Message, text
 from tightfit.owned import name_errors
-from tightfit.runs.cause import RunQuestion, of_run, rank_of
+from tightfit.runs.cause import RunQuestion, of_run, rank_of, read_planned_footprint
 from tightfit.runs.watching import find_damaged
 from tightfit.types import ConfigError, UserError
 

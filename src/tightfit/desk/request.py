@@ -147,9 +147,6 @@ def find_idle(named: Mapping[str, str], shape: ModelShape) -> tuple[Said, ...]:
     return tuple(said)
 
 
-# --- a job of several stages, asked for as a whole or stage by stage: see `job/file.py` -----------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     number: int

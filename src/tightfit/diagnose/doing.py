@@ -151,8 +151,6 @@ def steps_in(data: bytes) -> int | None:
     return best
 
 
-# --- settings ------------------------------------------------------------------------------------
-
 _DEVICE = rb"['\"]?\s*[:=]\s*\{?\s*['\"]?device['\"]?\s*[:=]\s*['\"]?(cpu|nvme)"
 _HYGON = (b"dtk", b"dcu", b"hygon", b"gfx")
 _TABLE = {

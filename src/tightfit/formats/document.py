@@ -81,9 +81,6 @@ def read_document(path: Path) -> Document:
     return document
 
 
-# --- YAML ---------------------------------------------------------------------------------------
-
-
 def _read_yaml(path: Path, text: str) -> Document:
     import yaml
 
@@ -119,9 +116,6 @@ def _read_yaml(path: Path, text: str) -> Document:
     return Document(
         path=path, values=values, syntax="yaml", lines=lines, doubles=tuple(doubles), quoted=frozenset(quoted)
     )
-
-
-# --- JSON ---------------------------------------------------------------------------------------
 
 
 def parse_json_document(path: Path, text: str) -> Document:

@@ -25,18 +25,20 @@ from pathlib import Path
 
 from tightfit.diagnose.judge import judge, known_symptom
 from tightfit.diagnose.verdict import Evidence, Fix, Kind, Line, LogSource, OomNumbers, RankExit, Verdict
-from tightfit.formats.worker.footprint import read_planned_footprint
 from tightfit.formats.worker.read import WORKER_FILE, find_worker
+from tightfit.inputs.flags import levers_as_written
 from tightfit.inputs.records import find_record
 from tightfit.job.known import KnownConfig
+from tightfit.memory import estimate
 from tightfit.messages import Message, Said, say, text
+from tightfit.model.load import load_model, shape_from_config
 from tightfit.runs import build_lock, records
 from tightfit.runs.checkpoints import CHECKPOINTS, step_of, written_first
 from tightfit.runs.heartbeat import DISK_FULL, PHASES, Beat
 from tightfit.runs.launch import RankStart
 from tightfit.runs.records import BUG, USERS, AttemptRecord, Cause, LastWords, RunFolder, RunRecord
 from tightfit.runs.run import Outcome
-from tightfit.types import STAGES, ConfigError
+from tightfit.types import STAGES, ConfigError, Footprint, Gpu, Hardware, UserError
 
 KMSG = Path("/dev/kmsg")
 GROUPS = Path("/sys/fs/cgroup")
@@ -456,3 +458,17 @@ def _read_ending(path: Path, record: RunRecord | None) -> Ending | None:
     if record.lives:
         return Ending(sentence=text("cli.run-still-going"), well=True)
     return Ending(sentence=text("cli.run-s-own", pid=record.pid, goes_on=goes_on), well=False)
+
+
+def read_planned_footprint(plan: Path) -> Footprint | None:
+    """What the plan of a run of ours takes; None: there is none, or none that can be read."""
+    try:
+        tree = find_worker(plan)
+        model, world = tree["model"], tree["world"]
+        found = model["config"]  # None: it lies beside the weights
+        shape = load_model(model["weights"]) if found is None else shape_from_config(found, str(model["name"]))
+        card = Gpu(name=world["vendor"], vendor=world["vendor"], memory_bytes=world["gpu_memory_bytes"])
+        hardware = Hardware(gpu=card, nodes=world["nodes"], gpus_per_node=world["gpus_per_node"])
+        return estimate(shape, levers_as_written(tree), world["ranks"], hardware)
+    except (ValueError, KeyError, TypeError, AttributeError, UserError):
+        return None

@@ -103,9 +103,6 @@ class Reservations:
         return self._folder / f"{entry.host}-{entry.pid}.json"
 
 
-# --- the port on which the ranks of a run meet ---------------------------------------------------
-
-
 _TRIES = 64
 
 

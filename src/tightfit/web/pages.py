@@ -103,7 +103,6 @@ async def body_of(request: Request, most_bytes: int, patience_s: float) -> bytes
         raise HTTPException(GONE, headers=CLOSE) from None
 
 
-# --- beside the loop ------------------------------------------------------------------------------
 # Work that takes a while. It does not keep the server from ending: who waits for it then is answered at once, and the
 # threads end with the process.
 

@@ -112,9 +112,6 @@ def pure_16bit(levers: Levers) -> bool:
     return not levers.master_weights and levers.precision != "fp32"
 
 
-# --- the blocks ---------------------------------------------------------------------------------
-
-
 def _zero(way: Way, nvme_path: str | None) -> Block:
     levers, buckets = way.levers, way.levers.buckets
     stage = levers.stage
@@ -159,9 +156,6 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
         elif nvme_path is None:
             raise ConfigError(Message("deepspeed.no-nvme-path"))
     return blocks
-
-
-# --- what cannot be written ---------------------------------------------------------------------
 
 
 def _keep_known(values: Block, version: str, path: str = "") -> Block:

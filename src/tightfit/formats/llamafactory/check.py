@@ -134,9 +134,6 @@ def check_llamafactory(sheet: Sheet) -> Sheet | None:
     return deepspeed
 
 
-# --- the method ---------------------------------------------------------------------------------
-
-
 def _check_method(sheet: Sheet) -> None:
     method = sheet.get("finetuning_type") or "lora"
     if method not in _METHODS:

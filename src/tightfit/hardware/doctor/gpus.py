@@ -130,8 +130,6 @@ def _driver_rows(found: Cards, build: TorchBuild | None, root: Path) -> Iterator
             yield Check(f"arch-{arch}", "GPUs", "red", what, how)
 
 
-# --- links --------------------------------------------------------------------------------------
-
 _WAYS: dict[str, Said] = {
     "PIX": Message("doctor.pix"),
     "PXB": Message("doctor.pxb"),

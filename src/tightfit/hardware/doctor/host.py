@@ -99,8 +99,6 @@ def host_rows(cards: int, root: Path = Path("/")) -> Iterator[Check]:
         yield Check("numa", "host", "green", Message("doctor.numa", nodes=nodes), Message("doctor.numa-fix"))
 
 
-# --- the disk that the run would be kept on, and the NVMe drives --------------------------------
-
 _LITTLE_DISK = 20 * GIB
 _NO_DISK = GIB
 _SLOW_DISK = 100e6

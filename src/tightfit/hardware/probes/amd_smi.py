@@ -73,9 +73,6 @@ def _read_processes(listed: list[object]) -> tuple[CardProcess, ...]:
     return tuple(found.values())
 
 
-# --- shapes -------------------------------------------------------------------------------------
-
-
 def _trees(text: str) -> dict[int, Tree]:
     """Card number → what is told of it, keys in lower case."""
     read = readings.find_json(text)

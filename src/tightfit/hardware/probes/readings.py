@@ -100,9 +100,6 @@ def words(value: object) -> str | None:
     return None if plain.strip("[]()").lower() in _EMPTY else plain
 
 
-# --- lines and JSON -----------------------------------------------------------------------------
-
-
 def split_lines(text: str) -> list[tuple[str, bool]]:
     """The lines, each with whether its end is there: half a number is a wrong one."""
     return [(line, line.endswith(("\n", "\r"))) for line in text.splitlines(keepends=True)]

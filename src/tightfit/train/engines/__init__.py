@@ -24,7 +24,7 @@ from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import is_on_nvme
 from tightfit.train.optimizers import BLOCK, Which, read_8bit, write_8bit
 from tightfit.train.place import Place
-from tightfit.train.shards import outline
+from tightfit.train.shards import Shard, outline
 from tightfit.types import Levers, Optimizer, TightfitError
 
 MASTER = "master"  # the kind of the fp32 copies of weights; moments are called as torch's optimizers call them
@@ -140,12 +140,15 @@ class Engine(ABC):
         """Training, or evaluation."""
         self._runs.train(mode)
 
+    def _trainable(self) -> list[Shard]:
+        return [shard for shard in outline(self.model, self._place.rank) if shard.parameter.requires_grad]
+
     def _states_per_parameter(
         self, states: Mapping[Any, Any], copies: Mapping[int, Tensor], *, write: bool
     ) -> Iterator[State]:
         """Of an optimizer that works on the parameters, on this rank's parts of them, or on fp32 copies of whole ones.
         `copies`: those, by the id of the parameter."""
-        for shard in (each for each in outline(self.model, self._place.rank) if each.parameter.requires_grad):
+        for shard in self._trainable():
             worked_on = copies.get(id(shard.parameter), shard.parameter)
             if worked_on is not shard.parameter:
                 yield State(MASTER, shard.path, shard.shape, 0, worked_on.detach().view(-1), alike=True)
