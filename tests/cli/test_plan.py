@@ -580,6 +580,7 @@ ONLY_FSDP2 = ("--model", "qwen2.5-7b", "--gpus", "8xRTX4090", "--host-ram", "20G
 WAY_OUT = "As it is, nothing fits that --launcher deepspeed starts: with --launcher torchrun FSDP2 would."
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_where_only_fsdp2_fits_another_launcher_is_named(shell: Shell, tmp_path: Path) -> None:
     assert shell.json(*ONLY_FSDP2, "--launcher", "torchrun")["chosen"]["levers"]["engine"] == "fsdp2"

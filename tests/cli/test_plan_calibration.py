@@ -118,6 +118,7 @@ def test_the_written_plan_names_it(capsys: pytest.CaptureFixture[str], tmp_path:
     assert f"Calibrated by +2.0 GiB from a run on {entry.day}" in (tmp_path / "written" / "PLAN.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_what_nothing_fits_with_is_said_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # so far off that one run alone would not be believed

@@ -137,6 +137,7 @@ def test_a_dry_run_writes_nothing(shell: Shell) -> None:
     assert os.listdir(shell.folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_dry_run_where_nothing_fits_shows_every_shortage(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--model", "llama-3.1-8b", "--seq", "8192", "--margin", "80%", "--dry-run"]

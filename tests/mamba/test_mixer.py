@@ -195,6 +195,7 @@ def test_mistakes_are_named(change: dict[str, Tensor], says: str) -> None:
         mamba_mixer(settings.pop("xz"), leaves(random_weights(), torch.float32), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_kernels_under_the_interpreter() -> None:
     """Triton decides at import whether to interpret: another process."""

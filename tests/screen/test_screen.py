@@ -19,11 +19,11 @@ from tightfit.screen import FILLS, bar, draw_comparison, draw_estimate, draw_gpu
 from tightfit.types import Footprint, GpuFootprint, HostFootprint, Levers, Phase, PhaseName
 
 HELD: Mapping[PhaseName, Mapping[str, float]] = {
-    "init": {"weights": 2.0, "gathered weights": 1.0},
-    "forward": {"weights": 2.0, "gathered weights": 1.5, "optimizer states": 4.0, "activations": 1.0},
-    "loss": {"weights": 2.0, "optimizer states": 4.0, "activations": 1.0, "logits": 3.0},
-    "backward": {"weights": 2.0, "gradients": 2.5, "optimizer states": 4.0, "activations": 1.0, "recompute": 5.5},
-    "step": {"weights": 2.0, "gradients": 2.5, "optimizer states": 4.0, "temporaries": 2.0},
+    "init": {"weights": 2.0, "gathered_weights": 1.0},
+    "forward": {"weights": 2.0, "gathered_weights": 1.5, "optimizer_states": 4.0, "activations": 1.0},
+    "loss": {"weights": 2.0, "optimizer_states": 4.0, "activations": 1.0, "logits": 3.0},
+    "backward": {"weights": 2.0, "gradients": 2.5, "optimizer_states": 4.0, "activations": 1.0, "recompute": 5.5},
+    "step": {"weights": 2.0, "gradients": 2.5, "optimizer_states": 4.0, "temporaries": 2.0},
 }
 
 
@@ -135,7 +135,7 @@ def test_the_picture() -> None:
         assert sum(line.startswith(f"{phase:<9}") for line in lines) == 1
     backward = next(line for line in lines if line.startswith("backward"))
     assert backward.rstrip().endswith("15.00 ←")
-    for part in HELD["backward"]:
+    for part in (name.replace("_", " ") for name in HELD["backward"]):
         assert f"{FILLS[part][0]} {part}" in text
     assert "Start-up: 3.0 GiB" in text
     assert "Host RAM: 24.0 GiB a node, 6.0 a process." in text

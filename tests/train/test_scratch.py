@@ -102,6 +102,7 @@ def test_the_global_generator_is_left_alone() -> None:
     assert len(torch.cuda._queued_calls) == waiting
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same() -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"

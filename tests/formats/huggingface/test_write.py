@@ -128,6 +128,7 @@ def expected(plan: Plan) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the [train] extra")
 def test_transformers_takes_the_whole_grid(plans: tuple[Plan, ...], tmp_path: Path) -> None:
     paths = [write_pair(plan, tmp_path / str(number)) for number, plan in enumerate(plans)]

@@ -183,6 +183,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     assert large_child - small_child < 16 * 1024, peaks
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
     data = big_text(tmp_path / "big.txt", 14)
