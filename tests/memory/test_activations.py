@@ -460,8 +460,14 @@ class FusedDropout(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's own doing, for experts
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("targets", ["all", "attention"])
-@pytest.mark.parametrize(("width", "adapter_width"), [(2, 2), (2, 4), (4, 4)])
-@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize(
+    ("width", "adapter_width", "drops"),
+    [
+        (2, 4, False),
+        (4, 4, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 2, 0), (2, 2, 1), (2, 4, 1), (4, 4, 0)]),
+    ],
+)
 def test_lora_layers(family: str, targets: str, width: int, adapter_width: int, drops: bool) -> None:
     peft = pytest.importorskip("peft")
     chosen = None if targets == "all" else ("c_attn",) if family == "gpt2" else ("q_proj", "v_proj")
