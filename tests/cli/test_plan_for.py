@@ -63,15 +63,17 @@ METHODS = ("full", "lora", "qlora")
 CARDS = ("1x16GB", "2xRTX4090", "8xA100-80GB", "8xK100-64GB", "2xV100-32GB")
 
 
-def check_preset(model: str, method: str, gpus: str, folder: Path) -> None:
+def check_preset(model: str, method: str, gpus: str, folder: Path) -> bool:
+    """Whether it fits; only then there is something to check."""
     found = tightfit.plan(trainer="llamafactory", model=model, method=method, gpus=gpus, host_ram="512GB")
     if found.fits:
         check_written(found, gpus, folder, host_ram="512GB")
+    return found.fits
 
 
 EACH = [(model, method) for model in MODELS for method in METHODS]
-QUICK = [each for number, each in enumerate(EACH) if number % 4 == 3]
-"""Each method, and every other model."""
+QUICK = [("qwen1.5-1.8b", "full"), ("qwen2.5-7b", "lora"), ("qwen2.5-32b", "qlora"), ("gemma-3-27b", "lora")]
+"""Each method, and models that fit the card that is theirs below."""
 
 
 @pytest.mark.thorough
@@ -81,15 +83,14 @@ QUICK = [each for number, each in enumerate(EACH) if number % 4 == 3]
 def test_every_preset_on_a_size_of_card(model: str, method: str, tmp_path: Path) -> None:
     """Each model with each method, and each method on each size of card."""
     turn = MODELS.index(model) + 2 * METHODS.index(method)
-    check_preset(model, method, CARDS[turn % len(CARDS)], tmp_path)
+    assert check_preset(model, method, CARDS[turn % len(CARDS)], tmp_path) or (model, method) not in QUICK
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_preset_on_every_size_of_card(model: str, method: str, tmp_path: Path) -> None:
-    for gpus in CARDS:
-        check_preset(model, method, gpus, tmp_path / gpus)
+    assert any([check_preset(model, method, gpus, tmp_path / gpus) for gpus in CARDS])
 
 
 @pytest.mark.thorough
