@@ -28,6 +28,9 @@ patience.count_in_subprocess()
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+# What `make test` tries is the same in every clone; `make test-all` goes on looking.
+settings.register_profile("repeatable", settings.get_profile("untimed"), derandomize=True)
+
 # Behind nohup, or in the background of a script, these two are ignored, and so they would be in every process that a
 # test starts and interrupts.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -58,6 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        settings.load_profile("repeatable")
     if config.getoption("--hide-fp16"):
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # what torch and DeepSpeed go by, in every process
 

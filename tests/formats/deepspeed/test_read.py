@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tightfit.formats.deepspeed import keys
@@ -459,6 +459,7 @@ def complaint(values: object) -> str:
 
 
 @given(blocks())
+@example({"scheduler": {"params": {}, "type": []}})
 @settings(max_examples=300, deadline=None)
 def test_any_object_is_read_or_refused_in_one_line(values: dict[str, Any]) -> None:
     assert len(complaint(values).splitlines()) <= 1

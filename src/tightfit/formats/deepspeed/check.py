@@ -207,7 +207,7 @@ def _check_block(sheet: Sheet, path: str) -> None:
         elif _too_new(sheet, place) or place not in KEYS:
             continue
         elif isinstance(value, Mapping):
-            if place != "scheduler.params" or block.get("type") in SCHEDULER_PARAMS:
+            if place != "scheduler.params" or str(block.get("type")) in SCHEDULER_PARAMS:
                 _check_block(sheet, place)
         elif not (
             place in _NULL_IS_FINE or place.startswith("zero_optimization.")

@@ -160,7 +160,7 @@ def _check_keys(values: Mapping[str, Any], file: str, path: str, version: str) -
                 removed = {"key": child, "file": file, "version": version, "fix": Message("lint.delete")}
                 raise ConfigError(Message("deepspeed.key-removed", **removed), at=child)
         elif child in KEYS and isinstance(value, Mapping):
-            if child != "scheduler.params" or values.get("type") in SCHEDULER_PARAMS:
+            if child != "scheduler.params" or str(values.get("type")) in SCHEDULER_PARAMS:
                 _check_keys(value, file, child, version)
         elif child in KEYS and not (value is None and child in _NULL_BLOCKS) and not (value == "auto" and path):
             raise ConfigError(Message("deepspeed.no-block", key=child, file=file, value=shown(value)), at=child)
