@@ -21,6 +21,7 @@ import functools
 import gc
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -73,15 +74,17 @@ class Process:
         env: Mapping[str, str] | None = None,
         ranks: bool = False,
         worker: bool = False,
+        code: str = "",
     ) -> None:
-        """`worker`: it is no command line of the desk's, but one of `python -m tightfit.train`."""
+        """`worker`: it is no command line of the desk's, but one of `python -m tightfit.train`. `code`: nor is it that,
+        but one of `python -c CODE`, in a session of its own."""
         self.words, self.returncode, self._server = words, None, server(ranks or worker)
         self._folder = tempfile.mkdtemp(prefix="tightfit-desk-")
         for name in ("out", "err"):
             Path(self._folder, name).touch()
         given = dict(os.environ if env is None else env)
         request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": given}
-        request |= {"into": self._folder, "worker": worker}
+        request |= {"into": self._folder, "worker": worker, "code": code}
         self.pid: int = self._server.ask(request)
         self.returncode: int | None
 
@@ -256,13 +259,18 @@ def become(request: Mapping[str, Any], ranks: bool) -> int:
     take_environment(request["env"])
     os.chdir(request["cwd"])
     sys.argv = ["tightfit", *request["words"]]
+    if request.get("code"):
+        os.setsid()
+        subprocess.Popen = Forking
+        exec(compile(request["code"], "<code>", "exec"), {"__name__": "__main__"})  # noqa: S102 - the test's own words
+        return 0
     if request["worker"]:
         exec(request.get("first", ""), {})  # noqa: S102 - the test's own words
         from tightfit.train.__main__ import main as work
 
         return work(request["words"])
-    if ranks:
-        subprocess.Popen = Forking
+    Forking.workers = ranks
+    subprocess.Popen = Forking
     if request["words"][:1] in (["train"], ["run"]):
         count_silence()
     from tightfit.cli import main
@@ -283,7 +291,10 @@ def count_silence() -> None:
 
 
 class Forking(subprocess.Popen):
-    """Forks a worker, and starts anything else as ever."""
+    """Forks what is Python of ours and has nothing left to import, and starts anything else as ever."""
+
+    workers = False
+    """Whether torch is there too, and no thread of it."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
@@ -292,7 +303,8 @@ class Forking(subprocess.Popen):
         start_new_session: bool, *more: Any,
     ) -> None:  # fmt: skip
         pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-        if list(args[:3]) != [sys.executable, "-m", "tightfit.train"]:
+        main = self._main_of(args)
+        if main is None:
             given = (executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *pipes)
             rest = (restore_signals, gid, gids, uid, umask, start_new_session, *more)
             super()._execute_child(args, *given, *rest)
@@ -312,14 +324,40 @@ class Forking(subprocess.Popen):
             subprocess.Popen = Forking.__bases__[0]
             take_environment(dict(os.environ) if env is None else env)
             os.chdir(cwd or Path.cwd())
-            sys.argv = list(args[2:])
-            from tightfit.train.__main__ import main
-
-            return main(args[3:])
+            return main()
 
         self.pid = fork(work)
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+    def _main_of(self, args: Any) -> Callable[[], int | str | None] | None:
+        """What is to be done in the child; None: it cannot be forked."""
+        if not isinstance(args, (list, tuple)) or len(args) < 2 or args[0] != sys.executable:
+            return None
+        words, script = [str(word) for word in args[1:]], Path(str(args[1]))
+        if words[:2] == ["-m", "tightfit.train"] and self.workers:
+            return functools.partial(train, words[1:])
+        if words[:2] == ["-m", GUARD]:
+            return functools.partial(run_script, sys.modules[GUARD].__file__, words[1:])
+        return functools.partial(run_script, str(script), words) if script.parent == STAND_INS else None
+
+
+STAND_INS = Path(__file__).parent / "runs"
+"""Where scripts are that take the place of a worker."""
+GUARD = "tightfit.runs.processes"
+
+
+def train(words: list[str]) -> int | str | None:
+    sys.argv = words
+    from tightfit.train.__main__ import main
+
+    return main(words[1:])
+
+
+def run_script(path: str, words: list[str]) -> None:
+    sys.argv = words
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":

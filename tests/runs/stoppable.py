@@ -66,7 +66,7 @@ def saves(seconds: float = 0.0, code: int = STOPPED) -> None:
 
 
 def saves_slowly() -> None:
-    saves(1.5)
+    saves(1.0)
 
 
 def finishes() -> None:

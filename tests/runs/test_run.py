@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import patience
+import warm_desk
 from tightfit.inputs.surroundings import inherited
 from tightfit.runs.events import Event, Step
 from tightfit.runs.launch import Exit, RankStart
@@ -26,7 +27,9 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """Of a run whose ranks are forked, with nothing left to import."""
+    monkeypatch.setattr(subprocess, "Popen", warm_desk.Forking)
     made = RunFolder(tmp_path / "run")
     made.plan.mkdir(parents=True)
     (made.plan / "worker.json").write_text(json.dumps({"saving": {"folder": str(made.path)}}))
@@ -176,11 +179,10 @@ def test_ranks_end_with_a_desk_that_was_killed(folder: RunFolder) -> None:
         "folder = RunFolder(Path(sys.argv[1]))\n"
         "run(starts(folder, 'running'), folder, lambda event: None)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", desk, str(folder.path)])
+    process = warm_desk.Process(str(folder.path), code=desk)
     pids = [folder.path / f"pid-{rank}" for rank in (0, 1)]
     wait_for(*pids)
     process.kill()
-    process.wait()
     assert all(gone(int(path.read_text())) for path in pids)
 
 

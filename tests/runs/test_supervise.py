@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_shell import DESK, TINY, Shell, shell
+from train_shell import TINY, Shell, desk, shell
 
 import patience
+import warm_desk
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
-from tightfit.runs import hang, own, supervise
+from tightfit.runs import hang, launch, own, supervise
 from tightfit.runs.processes import is_alive
 from tightfit.runs.records import AttemptRecord, read_attempts
+from tightfit.train import stop
 
 __all__ = ["shell"]
 
@@ -65,6 +65,8 @@ def unsteady(shell: Shell) -> Unsteady:
     """With ranks that are silent by the tests' clock, which hardly moves while they wait for a processor."""
     shell.monkeypatch.setattr(own, "Watch", partial(own.Watch, clock=patience.now))
     shell.monkeypatch.setattr(supervise, "FIRST_WAIT_S", 0.1)
+    shell.monkeypatch.setattr(launch, "INSIST_S", 0.3)
+    shell.monkeypatch.setattr(stop, "SAME_S", 0.1)  # of ranks, which are forked
     return Unsteady(shell)
 
 
@@ -297,18 +299,8 @@ def test_resuming_from_elsewhere_is_for_the_first_attempt(unsteady: Unsteady) ->
 # --- signals and a desk that dies ---------------------------------------------------------------------
 
 
-@contextmanager
-def desk(script: str, *words: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The same as a process of its own."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100"}
-    command = [sys.executable, "-W", "error", "-c", DESK, str(UNSTEADY), script, *TINY, *words]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def desk_of(unsteady: Unsteady, script: str) -> AbstractContextManager[warm_desk.Process]:
+    return desk(script, *TINY, cache=unsteady.shell.folder / "cache", worker=UNSTEADY)
 
 
 def wait_until(condition: Any) -> None:
@@ -319,8 +311,7 @@ def wait_until(condition: Any) -> None:
 
 
 def test_ctrl_c_while_it_waits_for_the_next_attempt(unsteady: Unsteady) -> None:
-    folder = unsteady.shell.folder
-    with desk("kill@3/kill@3/kill@4", folder=folder) as process:
+    with desk_of(unsteady, "kill@3/kill@3/kill@4") as process:
         wait_until(lambda: [record.state for record in unsteady.records] == ["failed"])
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
@@ -331,7 +322,7 @@ def test_ctrl_c_while_it_waits_for_the_next_attempt(unsteady: Unsteady) -> None:
 
 @pytest.mark.thorough
 def test_ctrl_c_in_a_later_attempt_saves_as_in_the_first(unsteady: Unsteady) -> None:
-    with desk("kill@3/slow", folder=unsteady.shell.folder) as process:
+    with desk_of(unsteady, "kill@3/slow") as process:
         wait_until(lambda: len(unsteady.records) == 2 and "resumed" in [event["event"] for event in unsteady.events])
         time.sleep(0.15)
         process.send_signal(signal.SIGTERM)
@@ -340,19 +331,19 @@ def test_ctrl_c_in_a_later_attempt_saves_as_in_the_first(unsteady: Unsteady) -> 
     assert [record.state for record in unsteady.records] == ["failed", "stopped"]
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(process: warm_desk.Process) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(child) for child in children]
 
 
 @pytest.mark.thorough
 def test_a_desk_that_is_killed_takes_its_ranks_along_and_another_takes_over(unsteady: Unsteady) -> None:
-    with desk("kill@3/hang@5", folder=unsteady.shell.folder) as process:
+    with desk_of(unsteady, "kill@3/hang@5") as process:
         wait_until(lambda: len(unsteady.records) == 2 and len(ranks_of(process)) == 2)
         wait_until((unsteady.folder / "checkpoints/step-00000004/manifest.json").exists)
         ranks = ranks_of(process)
-        process.kill()
-        process.communicate(timeout=20)
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
     wait_until(lambda: not any(is_alive(rank, None) for rank in ranks))
     code, _, err = unsteady.train("good")
     assert (code, err) == (0, "")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import warm_desk
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
 
@@ -56,6 +57,8 @@ class Shell:
 
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
+    """Its ranks are forked: they have nothing left to import."""
+    monkeypatch.setattr(subprocess, "Popen", warm_desk.Forking)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -73,11 +76,11 @@ def told(folder: Path, rank: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def desk(mode: str, *words: str, cache: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-W", "error", "-c", DESK, str(STAND_IN), mode, *words]
+def desk(mode: str, *words: str, cache: Path, worker: Path = STAND_IN) -> Iterator[warm_desk.Process]:
+    """The same as a process of its own."""
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "100"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    process = warm_desk.Process(str(worker), mode, *words, env=env, code=DESK)
+    try:
+        yield process
+    finally:
+        process.kill()

@@ -33,7 +33,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, ClassVar, Literal, TypeVar
 
-from tightfit.formats.plan_folder import PLAN_FILES
 from tightfit.formats.worker.read import AGAIN, WORKER_FILE, parse_worker
 from tightfit.inputs.records import as_record, find_json, find_record, json_text, record_text
 from tightfit.inputs.spelling import read_text
@@ -344,15 +343,14 @@ class WorkerFile:
 
 
 def read_plan_folder(folder: Path) -> dict[str, str]:
+    from tightfit.formats.plan_folder import PLAN_FILES  # with all that plans, which a rank has no use for
+
     if not (folder / WORKER_FILE).is_file() and (folder / "launch.sh").is_file():
         raise ConfigError(Message("runs.plan-of-other", folder=folder, script=folder / "launch.sh"))
     if not (folder / WORKER_FILE).is_file():
         raise ConfigError(Message("runs.no-worker-file", folder=folder, name=WORKER_FILE))
-    files = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name in PLAN_FILES:
-            files[path.name] = read_text(path, "the text of a plan")
-    return files
+    ours = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name in PLAN_FILES]
+    return {path.name: read_text(path, "the text of a plan") for path in ours}
 
 
 def worker_file(text: str, where: str) -> WorkerFile:
