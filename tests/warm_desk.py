@@ -41,6 +41,8 @@ import patience
 
 LIMIT_S = 120.0
 READ_AT_START = ("PYTHON", "LC_", "LANG")
+SOON = ("packaging.requirements", "tightfit.desk.advice", "tightfit.formats.render")
+"""What verbs import when they come to it."""
 
 
 def run(
@@ -169,6 +171,7 @@ def server(ranks: bool) -> Server:
 def serve(ranks: bool) -> None:
     from tightfit.cli import VERBS
     from tightfit.diagnose.catalogue import catalogue
+    from tightfit.job.file import job_from_flags
 
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(2, 1)  # what libraries print while they are loaded is no answer
@@ -177,11 +180,12 @@ def serve(ranks: bool) -> None:
         import warm
 
         warm.load()
-    for module in VERBS.values():
+    for module in (*VERBS.values(), *SOON):
         import_module(module)
     with suppress(ImportError):  # where the page is not installed
         import_module("tightfit.web.serve")
     catalogue()  # what is shipped is the same for all, and has many expressions to compile
+    job_from_flags({"model": "tiny_llama"})  # and so is what checks a job
     gc.collect()
     gc.freeze()
     with open(requests, encoding="utf-8") as lines:

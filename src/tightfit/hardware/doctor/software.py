@@ -171,14 +171,14 @@ def _check_requirements(found: Mapping[str, str]) -> Iterator[Check]:
 
     for name, version in found.items():
         for text in requirements(name):
+            other = re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", text, maxsplit=1)[0]).lower()
+            if other not in found:
+                continue
             try:
                 wanted = Requirement(text)
                 extras = ("train", "qlora") if name == "tightfit" else ("",)
-                marker = wanted.marker
-                if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
-                    continue
-                other = re.sub(r"[-_.]+", "-", wanted.name).lower()
-                if other not in found or wanted.specifier.contains(found[other], prereleases=True):
+                is_asked = not (rule := wanted.marker) or any(rule.evaluate({"extra": extra}) for extra in extras)
+                if not is_asked or wanted.specifier.contains(found[other], prereleases=True):
                     continue
             except (InvalidRequirement, ValueError, KeyError):
                 continue
@@ -196,8 +196,9 @@ _ROCM = ("opt/rocm/lib", "opt/dtk/lib", "opt/dtk/rccl/lib")
 
 def collective_packages() -> dict[str, str]:
     """`nvidia-nccl-cu12` and its like."""
-    names = {(each.metadata["Name"] or "").lower() if each.metadata else "": each.version for each in distributions()}
-    return {name: version for name, version in names.items() if name.startswith(("nvidia-nccl-", "rccl"))}
+    heads = ((each.read_text("METADATA") or "").partition("\n\n")[0] for each in distributions())
+    found = ({"Name": "", "Version": ""} | dict(re.findall(r"^(Name|Version): *(\S+)", head, re.M)) for head in heads)
+    return {x["Name"].lower(): x["Version"] for x in found if re.match("(?i)nvidia-nccl-|rccl", x["Name"])}
 
 
 def collectives(
@@ -219,7 +220,6 @@ def collectives(
 # --- building -----------------------------------------------------------------------------------
 
 _SAME_ENOUGH = (10, 11, 12)  # major releases of CUDA whose minor ones DeepSpeed's builder takes for each other
-
 
 Compilers = tuple[str | None, str | None]  # the C++ compiler and the version of nvcc. None: not there, or silent.
 
