@@ -73,12 +73,11 @@ def fullest(turns: tuple[Turn, ...], whole: tuple[Held, ...], width: int) -> tup
 def _working(moment: Moment, gathered: Gathered, width: int, known: _Known) -> tuple[int, int]:
     """Of a layer's turn in the backward pass. Many layers are alike, so what is found is `known` afterwards."""
     cost, called, again = moment.cost, gathered.called[moment.layer], gathered.again[moment.layer]
-    whole = turns_of(cost.modules, called, "backward")
-    if not whole:
+    if not called.names:
         return moment.working, gathered.layers[moment.layer] * width
-    key = id(cost), moment.recomputes, called, again
+    key = id(cost), moment.recomputes, id(called), id(again)
     if key not in known:
-        known[key] = fullest(cost.turns[2], whole, width)
+        known[key] = fullest(cost.turns[2], turns_of(cost.modules, called, "backward"), width)
         if moment.recomputes:  # the gradient of its output is there meanwhile
             stops = [
                 (min(call, cost.recompute), min(most, cost.recompute), min(after, cost.recompute))
@@ -89,7 +88,7 @@ def _working(moment: Moment, gathered: Gathered, width: int, known: _Known) -> t
     return known[key]
 
 
-_Known: TypeAlias = dict[tuple[int, bool, Called, Called], tuple[int, int]]
+_Known: TypeAlias = dict[tuple[int, bool, int, int], tuple[int, int]]
 
 
 class Owners(NamedTuple):

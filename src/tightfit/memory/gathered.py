@@ -337,14 +337,20 @@ def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathere
     turns: dict[int, int] = {}
     called: dict[int, Called] = {}
     again: dict[int, Called] = {}
+    kinds: dict[Called, Called] = {}
+
+    def calls(stretch: Stretch, held: tuple[Held, ...]) -> Called:
+        found = Called(stretch.names, held)
+        return kinds.setdefault(found, found)  # what is equal is one object, and told by its identity
+
     for stretch, report in zip(whole, reports, strict=True):
         most[stretch.tag] = max(most.get(stretch.tag, 0), report.most)
         turns[stretch.tag] = report.turn
-        called[stretch.tag] = Called(stretch.names, report.held)
-        again[stretch.tag] = Called(stretch.names, report.again)
+        called[stretch.tag] = calls(stretch, report.held)
+        again[stretch.tag] = calls(stretch, report.again)
     n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
     forward = [number for number, stretch in enumerate(whole) if stretch.tag == FORWARD]
-    layers = [Called(whole[number].names, reports[number].held) for number in forward[1:-1]]
+    layers = [calls(whole[number], reports[number].held) for number in forward[1:-1]]
     return Gathered(
         forward=most.get(FORWARD, 0),
         forwards=tuple(layers) if all([each.names for each in layers]) else (),

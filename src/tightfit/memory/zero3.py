@@ -107,7 +107,7 @@ def _forward(acts: Activations, whole: Gathered, width: int) -> Components:
     beside = acts.forward - (top.cost.forward_unsaved if top.recomputes else top.cost.forward)
     for moment in acts.moments:
         called, cost = whole.forwards[moment.layer], moment.cost
-        key = id(cost), moment.recomputes, called
+        key = id(cost), moment.recomputes, id(called)
         if key not in known:
             turns = cost.turns[1 if moment.recomputes else 0]
             known[key] = fullest(turns, turns_of(cost.modules, called, "forward"), width)
