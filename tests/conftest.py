@@ -25,11 +25,10 @@ from compiling import compile_part
 patience.count_in_subprocess()
 
 # How long an example takes says something of what else the machine does, and nothing of the property.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
-
-# What `make test` tries is the same in every clone; `make test-all` goes on looking.
-settings.register_profile("repeatable", settings.get_profile("untimed"), derandomize=True)
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# What `make test` tries is little, and the same in every clone; `make test-all` goes on looking.
+settings.register_profile("few", untimed, max_examples=40, derandomize=True)
+settings.register_profile("many", untimed, max_examples=300)
 
 # Behind nohup, or in the background of a script, these two are ignored, and so they would be in every process that a
 # test starts and interrupts.
@@ -61,8 +60,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "not slow" in config.option.markexpr:
-        settings.load_profile("repeatable")
+    settings.load_profile("few" if "not slow" in config.option.markexpr else "many")
     if config.getoption("--hide-fp16"):
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # what torch and DeepSpeed go by, in every process
 

@@ -37,7 +37,7 @@ def judge_health(data: bytes, folder: Path) -> Diagnosis:
 
 
 def relaxed() -> settings:
-    return settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    return settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @relaxed()

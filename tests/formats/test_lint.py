@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.cli.lint import lint as lint_verb
@@ -136,7 +136,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text("abcdef", min_size=1, max_size=6), JSON, min_size=1, max_size=5))
 def test_the_scanner_finds_every_key_of_plain_json(tmp_path_factory: pytest.TempPathFactory, values: object) -> None:
     assert isinstance(values, dict)
@@ -301,7 +300,6 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(WORDS), ANYTHING, min_size=1, max_size=6), st.sampled_from(list(kinds())))
 def test_any_file_is_checked_or_refused_in_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, object], kind: str

@@ -366,7 +366,7 @@ TREES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=st.dictionaries(st.sampled_from([*job_fields(), "training", "model_type", "preset"]), TREES, max_size=5))
 def test_whatever_stands_in_a_file_it_is_a_job_or_a_sentence(tmp_path: Path, tree: dict[str, Any]) -> None:
     nested: dict[str, Any] = {"model": "tiny_llama"}
@@ -384,7 +384,7 @@ def test_whatever_stands_in_a_file_it_is_a_job_or_a_sentence(tmp_path: Path, tre
     assert job_from_flags({}, job) == job
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet="model:ay \n\t-[]{}&*!?|>'\"#%@`,0123.eE_é\x00", max_size=60))
 def test_any_text_at_all_is_a_job_or_a_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "job.yaml"
@@ -692,7 +692,7 @@ JOBS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(job=JOBS)
 def test_any_job_survives_its_file(tmp_path: Path, job: Job) -> None:
     assert read(tmp_path, yaml.safe_dump(dump_job(job), allow_unicode=True)).job == job

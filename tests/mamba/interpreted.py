@@ -21,22 +21,23 @@ SMALL = Config(cells=16, border=8, segment=16)
 CASES = {
     "one step": (Shape(2, 3, 1, 1), SMALL, torch.float32, False),
     "two steps": (Shape(1, 4, 2, 3), SMALL, torch.float32, False),
-    "several segments, tiles that are not full": (Shape(1, 5, 37, 3), SMALL, torch.float32, True),
+    "several segments, tiles that are not full": (Shape(1, 5, 33, 3), SMALL, torch.float32, True),
     "one segment": (Shape(1, 4, 20, 4), Config(cells=16, border=8, segment=24), torch.float32, False),
     "a segment of several borders": (
-        Shape(1, 3, 29, 2),
+        Shape(1, 3, 19, 2),
         Config(cells=4, border=4, segment=12),
         torch.float32,
         True,
     ),
     "the default cut": (Shape(1, 3, 19, 16), FORWARD, torch.float32, False),
-    "bf16": (Shape(1, 6, 21, 4), SMALL, torch.bfloat16, False),
-    "fp16": (Shape(1, 6, 21, 4), SMALL, torch.float16, False),
+    "bf16": (Shape(1, 5, 9, 3), SMALL, torch.bfloat16, False),
+    "fp16": (Shape(1, 5, 9, 3), SMALL, torch.float16, False),
 }
 TWICE = ("two steps", "one segment")
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # such small tensors would only wait for one another
     found = {}
     for name, (shape, config, dtype, with_starts) in CASES.items():
         inputs = make(shape, dtype)

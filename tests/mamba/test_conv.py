@@ -174,11 +174,14 @@ def test_the_backward_pass_through_time_on_a_gpu() -> None:
 
 
 def interpreted() -> None:
+    torch.set_num_threads(1)
     bounds = ROUNDING | {torch.bfloat16: 2**-7}  # the interpreter cuts bf16 off where a GPU rounds
     for shape in [(1, 1, 1, 4), (2, 5, 3, 2), (1, 3, 35, 4)]:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (
+            (torch.float32, torch.bfloat16) if shape[2] < 35 else (torch.float32,)
+        ):  # a long one takes its time
             for drop in ((), ("initial", "starts"), ("bias", "starts")):
-                for silu in (True, False) if shape[2] == 3 else (True,):  # a long one takes its time
+                for silu in (True, False) if shape[2] == 3 else (True,):
                     errors = compare(case(*shape, dtype), silu, drop, path="triton")
                     assert max(errors.values()) <= bounds[dtype], (shape, dtype, drop, silu, errors)
     in_order({dtype: bounds[dtype] for dtype in (torch.float32, torch.bfloat16)}, [(1, 3, 1, 4)])

@@ -348,7 +348,10 @@ def test_saved_bytes_of_a_layer(family: str, attention: str, width: int) -> None
         assert abs(relative(cost.saved, real)) < 0.01, (batch, sequence, cost.saved, real)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "qwen2_moe", "mamba"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3_text", "gpt2", "qwen2_moe")), "mamba"],
+)
 @pytest.mark.parametrize("width", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpointed_layer_keeps_its_input(family: str, width: int) -> None:
     """Hooks do not see what checkpointing keeps, so this counts what is still there after the forward pass."""

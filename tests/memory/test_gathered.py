@@ -137,21 +137,13 @@ NAMES = (
 )
 """`accumulated`: what is watched is the second micro batch of the first step, which fetches the small ones too."""
 QUICK = (
-    "llama checkpointed tight",
-    "llama checkpointed persistent",
+    "llama checkpointed embeddings tight",
     "llama tied ample",
     "llama checkpointed lora alone",
-    "llama tied checkpointed lora tightest",
-    "llama checkpointed embeddings tight",
-    "mamba checkpointed tight",
     "mamba untied near",
-    "mamba leaf checkpointed persistent",
-    "mamba leaf tight",
     "mamba leaf untied far",
     "mamba leaf falcon checkpointed tightest",
-    "mamba leaf checkpointed embeddings tight",
     "llama checkpointed lora accumulated persistent",
-    "llama tied accumulated tightest",
 )
 """Each model, each limit and each word once; the others are slow."""
 EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]

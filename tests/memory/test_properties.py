@@ -31,14 +31,7 @@ FP32 = 4
 PARTS: tuple[dict[str, Any], ...] = ({}, {"frozen_layers": 1}, {"trains": "embeddings"})
 """What of a model may train."""
 
-settings.register_profile(
-    "properties",
-    deadline=None,
-    derandomize=True,  # the same examples in every run; raise max_examples to look further
-    max_examples=60,
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
-)
-properties = settings(settings.get_profile("properties"))
+properties = settings(derandomize=True, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 # --- what is drawn ------------------------------------------------------------------------------
 

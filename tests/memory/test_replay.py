@@ -62,7 +62,7 @@ def steps(draw: st.DrawFn) -> tuple[Model, Passes, GatherLimits]:
     return made, passes, replace(limits, max_live=max(limits.max_live, 1))
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(derandomize=True)
 @given(steps())
 def test_two_known_steps_make_all_between(drawn: tuple[Model, Passes, GatherLimits]) -> None:
     made, passes, limits = drawn

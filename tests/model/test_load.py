@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.model import load as models
@@ -477,7 +477,6 @@ SMALL = st.integers(min_value=-1, max_value=64)
 
 
 @pytest.mark.thorough
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     family=st.sampled_from([*sorted(FAMILIES), "gemma3"]) | JSON,
     sizes=st.dictionaries(st.sampled_from(KEYS), SMALL | JSON, max_size=14),
@@ -489,7 +488,6 @@ def test_random_json_never_crashes(family: Any, sizes: Config, rest: Config) -> 
             assert read({**rest, **sizes, "model_type": family}, "random").parameters > 0
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_one_wrong_value_in_a_right_config_never_crashes(data: st.DataObject) -> None:
     family, config = data.draw(st.sampled_from(CASES))

@@ -39,7 +39,7 @@ def never_worse(ways: list[Way | None]) -> None:
 # --- a bigger card ------------------------------------------------------------------------------
 
 
-@properties(max_examples=150)
+@properties()
 @given(corners_of_any_job(), st.sampled_from([0.0, 0.04, 0.3]), st.integers(0, 10**6))
 def test_what_fits_a_card_fits_a_bigger_one(drawn: tuple[Question, Corner], margin: float, seed: int) -> None:
     question, corner = drawn

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tightfit.formats.deepspeed import keys
@@ -460,13 +460,11 @@ def complaint(values: object) -> str:
 
 @given(blocks())
 @example({"scheduler": {"params": {}, "type": []}})
-@settings(max_examples=300, deadline=None)
 def test_any_object_is_read_or_refused_in_one_line(values: dict[str, Any]) -> None:
     assert len(complaint(values).splitlines()) <= 1
 
 
 @given(st.text(max_size=40))
-@settings(deadline=None)
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     assert len(complaint(text.encode("utf-8", "replace").decode()).splitlines()) <= 1
 
@@ -681,7 +679,6 @@ DEVICES = st.sampled_from(["none", "cpu", "nvme", "auto", "CPU", None])
     | st.fixed_dictionaries({"device": DEVICES}, optional={"ratio": st.floats(), "buffer_count": SIZES}),
     overlap=st.sampled_from([None, True, False, "auto", "true"]),
 )
-@settings(max_examples=300, deadline=None)
 def test_what_we_accept_deepspeed_accepts_with_the_same_values(
     stage: Any, sizes: dict[str, Any], param: Any, optimizer: Any, overlap: Any
 ) -> None:
@@ -716,7 +713,6 @@ def _plain(buckets: Buckets) -> dict[str, object]:
     micro=st.none() | st.integers(1, 8),
     accumulation=st.none() | st.integers(1, 8),
 )
-@settings(deadline=None)
 def test_batch_sizes_are_completed_as_deepspeed_does(
     total: int | None, micro: int | None, accumulation: int | None
 ) -> None:
@@ -746,7 +742,6 @@ def test_batch_sizes_are_completed_as_deepspeed_does(
 
 @own
 @given(hidden_size=st.integers(1, 20_000), stage=st.sampled_from([0, 1, 2, 3]))
-@settings(deadline=None)
 def test_auto_is_filled_as_transformers_does(hidden_size: int, stage: int) -> None:
     integration = pytest.importorskip("transformers.integrations.deepspeed")
     zero = {

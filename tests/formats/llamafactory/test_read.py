@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.formats.deepspeed import read as deepspeed_file
@@ -363,13 +363,11 @@ def complaint(text: str) -> str:
 
 
 @given(st.dictionaries(st.sampled_from(sorted(KNOWN)) | st.text(max_size=8) | st.booleans(), VALUES, max_size=5))
-@settings(max_examples=300, deadline=None)
 def test_any_mapping_is_read_or_refused_in_one_line(values: dict[Any, Any]) -> None:
     assert len(complaint(yaml.safe_dump({"model_name_or_path": "m", **values})).splitlines()) <= 1
 
 
 @given(st.text(max_size=40))
-@settings(deadline=None)
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     assert len(complaint(text.encode("utf-8", "replace").decode()).splitlines()) <= 1
 

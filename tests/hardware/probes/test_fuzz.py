@@ -12,7 +12,7 @@ from dataclasses import fields
 
 import pytest
 import recorded
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.hardware.probes.amd_smi import parse_cards as parse_amd
@@ -94,7 +94,6 @@ def test_a_text_that_breaks_off(name: str) -> None:
 
 
 @every_shape
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_letters_that_are_struck_out(name: str, data: st.DataObject) -> None:
     parse, text = SHAPES[name]
@@ -107,7 +106,6 @@ def test_letters_that_are_struck_out(name: str, data: st.DataObject) -> None:
 
 
 @every_shape
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_other_damage(name: str, data: st.DataObject) -> None:
     parse, text = SHAPES[name]
@@ -116,7 +114,6 @@ def test_any_other_damage(name: str, data: st.DataObject) -> None:
     check_possible(parse(text[:begin] + between + text[end:]))
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=300))
 def test_garbage(text: str) -> None:
     for parse, _ in SHAPES.values():

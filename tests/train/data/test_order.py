@@ -6,21 +6,19 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.train.data.order import Order, permute
 
 
 @given(count=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
 def test_an_epoch_has_every_sample_once(count: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(count), count, seed, epoch)
     assert sorted(order.tolist()) == list(range(count))
 
 
 @given(samples=st.integers(1, 50), window=st.integers(1, 60), steps=st.integers(1, 12))
-@settings(max_examples=100, deadline=None)
 def test_windows_are_one_row_of_epochs(samples: int, window: int, steps: int) -> None:
     order = Order(samples, window, 3)
     row = np.concatenate([order.window(step) for step in range(steps)])
