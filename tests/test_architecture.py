@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -74,30 +76,62 @@ def room_of_name(dotted: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in ORDER else "__init__"
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Every module that the file names in an import statement, wherever it stands."""
-    package = ("tightfit", *path.relative_to(PACKAGE).with_suffix("").parts)[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+@cache
+def house() -> House:
+    """All of the package, parsed and walked through once; nothing of it is garbage meanwhile."""
+    gc.disable()
+    try:
+        made = House(ROOT, "")
+        assert made.nodes
+    finally:
+        gc.enable()
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _let_go() -> Iterator[None]:
+    """Half a million nodes would make every other test's garbage dear."""
+    yield
+    house.cache_clear()
+    imports.cache_clear()
+
+
+@cache
+def imports() -> dict[Path, list[ast.Import | ast.ImportFrom]]:
+    """Every import statement of every file, wherever it stands."""
+    found: dict[Path, list[ast.Import | ast.ImportFrom]] = {path: [] for path in FILES}
+    for name, node in house().nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found[PACKAGE / name].append(node)
+    return found
+
+
+@cache
+def imported() -> dict[Path, list[str]]:
+    """Every module that a file names in an import statement or asks for by its name."""
+    found: dict[Path, list[str]] = {path: [] for path in FILES}
+    for path, nodes in imports().items():
+        package = ("tightfit", *path.relative_to(PACKAGE).with_suffix("").parts)[:-1]
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found[path] += [alias.name for alias in node.names]
+                continue
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             module = ".".join([*base, node.module] if node.module else base)
-            if module == "tightfit":
-                yield from (f"tightfit.{alias.name}" for alias in node.names)
-            else:
-                yield module
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            found[path] += [f"tightfit.{alias.name}" for alias in node.names] if module == "tightfit" else [module]
+    for name, node in house().nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
             "import_module",
             "__import__",
         ):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+            constants = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            found[PACKAGE / name] += [value for value in constants if isinstance(value, str)]
+    return found
 
 
-def our_imports() -> Iterator[tuple[Path, str]]:
+def our_imports() -> list[tuple[Path, str]]:
     """Every file with every module of ours that it imports."""
-    for path in FILES:
-        yield from ((path, name) for name in imported(path) if name.split(".")[0] == "tightfit")
+    return [(path, name) for path, names in imported().items() for name in names if name.split(".")[0] == "tightfit"]
 
 
 def reads_environment(node: ast.AST) -> bool:
@@ -143,10 +177,10 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     graph = {}
     for name, path in modules.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in imports()[path]:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 inside = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= inside if inside <= modules.keys() else {*inside, str(node.module)}
         graph[name] = (found & modules.keys()) - {name}
@@ -155,7 +189,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 
 def test_only_the_command_line_sees_what_argparse_made() -> None:
     """Every other room is asked by a typed request: see `desk/request.py`."""
-    seen = {room_of(path) for path in FILES if "argparse" in set(imported(path))}
+    seen = {room_of(path) for path in FILES if "argparse" in imported()[path]}
     assert seen <= {"cli", "train"}, "the worker has a command line of its own; nobody else has one"
 
 
@@ -172,21 +206,20 @@ def test_mamba_knows_nothing_of_ours_but_the_words() -> None:
 def test_the_gpu_stack_stays_with_the_worker() -> None:
     """And with `child.py`, which is started by its path and asks torch where no tool of the makers answers."""
     desk = [path for path in FILES if room_of(path) not in WORKERS]
-    assert not [path for path in desk for name in imported(path) if name.startswith("tightfit.hardware.child")]
+    assert not [path for path in desk for name in imported()[path] if name.startswith("tightfit.hardware.child")]
     desk.remove(PACKAGE / "hardware" / "child.py")
-    assert not [(path, name) for path in desk for name in imported(path) if name.split(".")[0] in GPU_STACK]
+    assert not [(path, name) for path in desk for name in imported()[path] if name.split(".")[0] in GPU_STACK]
 
 
 def test_the_environment_enters_by_one_door() -> None:
-    inside = [path for path in FILES if not path.relative_to(PACKAGE).as_posix().startswith(ENVIRONMENT_DOORS)]
-    trees = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in inside]
-    assert not [(path, node.lineno) for path, tree in trees for node in ast.walk(tree) if reads_environment(node)]
+    found = [(name, node.lineno) for name, node in house().nodes if reads_environment(node)]
+    assert not [place for place in found if not place[0].startswith(ENVIRONMENT_DOORS)]
 
 
 @pytest.mark.thorough
 def test_nothing_is_decided_from_a_sentence_of_ours() -> None:
     """A message is known by its id and its fields."""
-    found = {place.partition(":")[0] for place in House(ROOT, "").matches()}
+    found = {place.partition(":")[0] for place in house().matches()}
     assert found == set(QUOTED)
 
 

@@ -38,6 +38,8 @@ bf16: true
 """
 ENDS = {"tightfit ui": "--help", "tightfit watch": "--once", "tightfit train": "--help", "tightfit run": "--help"}
 """Verbs that were only named, with the flag that lets them end."""
+TORCH = ("tightfit train", "tightfit export")
+"""Verbs whose work is done by processes that load torch."""
 NEEDS_A_GPU = {"tightfit rehearse": "GPU"}
 """Commands that a machine without GPUs answers with a sentence, and a word of it."""
 
@@ -67,7 +69,7 @@ def test_its_commands_in_its_order(folder: Path) -> None:
         begins = " ".join(["tightfit", *words[:1]])
         if len(words) == 1 and begins in ENDS:
             words.append(ENDS[begins])
-        done = warm_desk.run(*words, cwd=folder, env=surroundings)
+        done = warm_desk.run(*words, cwd=folder, env=surroundings, ranks=begins in TORCH)
         if begins in NEEDS_A_GPU and done.returncode == 2:
             assert NEEDS_A_GPU[begins] in done.stderr, command
             continue

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from visits import home_of, need_a_browser, opened, says, served, step_line, written
+from visits import home_of, need_a_browser, opened, says, served, step_line, within, written
 
 pytestmark = pytest.mark.thorough
 
@@ -68,7 +68,7 @@ def link(root: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def page(link: str) -> Iterator[Any]:
     """One browser for all; what it complains of fails the last test."""
-    with opened(link) as found:
+    with opened(within(link, "/runs")) as found:
         found.set_default_timeout(1000 * WAIT_S)
         yield found
 
@@ -280,11 +280,11 @@ def test_a_run_that_goes_on_does_not_chatter(page: Any, link: str, root: Path) -
     page.locator("details:has(#table-loss) summary").click()
     page.wait_for_selector("#table-loss tbody tr")
     page.evaluate("() => { globalThis.kept = document.querySelector('#table-loss tbody tr'); }")
-    for step in range(5, 10):
+    for step in range(5, 7):
         with (run / "events.jsonl").open("a") as file:
             file.write(json.dumps(step_line(step)) + "\n")
         says(page, "#f-step", str(step))
-    page.wait_for_selector("#table-loss tbody tr:nth-child(9)")
+    page.wait_for_selector("#table-loss tbody tr:nth-child(6)")
     assert page.evaluate("() => globalThis.kept.isConnected"), "a reader keeps the place in the table"
     assert page.evaluate(HEARD) == []
     record = json.loads((run / "run.json").read_text())

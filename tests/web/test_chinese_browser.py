@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from visits import follow, home_of, need_a_browser, opened, says, served, step_line, written
+from visits import follow, need_a_browser, opened, says, served, step_line, within, written
 
 from tightfit.messages import Message, as_json
 
@@ -80,7 +80,8 @@ def all_chinese(page: Any, place: str) -> list[str]:
 
 
 def test_a_log_is_diagnosed_in_chinese(tmp_path: Path) -> None:
-    with served(cwd=tmp_path) as link, opened(link, locale="zh-CN") as page:
+    with served(cwd=tmp_path) as link, opened(within(link, "/runs"), locale="zh-CN") as page:
+        assert page.get_attribute("html", "lang") == "zh-Hans", "the browser alone says so"
         follow(page, "诊断")
         page.get_by_label("日志", exact=True).fill(OOM)
         page.keyboard.press("Control+Enter")
@@ -107,7 +108,7 @@ def test_a_run_is_shown_in_chinese(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-00000005").mkdir(parents=True)
     with (
         served(cwd=tmp_path) as link,
-        opened(f"{home_of(link)}/runs/view?run=0/run&lang=zh&{link.partition('?')[2]}") as page,
+        opened(within(link, "/runs/view?run=0/run&lang=zh")) as page,
     ):
         says(page, "#attempts", "反向传播时 GPU 显存不足（申请 2.00 GiB）。")
         attempts = page.text_content("#attempts")

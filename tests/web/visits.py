@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,11 @@ def home_of(link: str) -> str:
     return link.partition("/?")[0]
 
 
+def within(link: str, path: str) -> str:
+    """Another page than the first one, with the link's token."""
+    return f"{home_of(link)}{path}{'&' if '?' in path else '?'}{link.partition('?')[2]}"
+
+
 def step_line(step: int, steps: int = 100, loss: float | None = 1.0, **held: int | None) -> dict[str, Any]:
     """As the worker writes it."""
     memory = {"now_bytes": None, "peak_bytes": None, "host_bytes": 2**29, **held}
@@ -96,25 +104,51 @@ def need_a_browser() -> None:
     pytest.importorskip("playwright", reason="pip install playwright")
 
 
-@contextmanager
-def opened(link: str, **context: Any) -> Iterator[Any]:
-    """A page of a real browser, at this link. What it complains of, a breach of the policy too, fails the test."""
-    need_a_browser()
+@cache
+def started() -> Any:
+    """The one browser of this process, for all tests; each has a window of its own."""
     from playwright.sync_api import expect, sync_playwright
 
     expect.set_options(timeout=1000 * PATIENCE_S)
+    playwright = sync_playwright().start()
+    browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+    loop = asyncio._get_running_loop()
+
+    def end() -> None:
+        asyncio._set_running_loop(loop)
+        browser.close()
+        playwright.stop()
+
+    atexit.register(end)
+    return browser, loop
+
+
+@contextmanager
+def window(**context: Any) -> Iterator[Any]:
+    """Of a real browser. Its loop is that of this thread meanwhile, and no longer: others may need one too."""
+    need_a_browser()
+    before = asyncio._get_running_loop()
+    browser, loop = started()
+    asyncio._set_running_loop(loop)
+    made = browser.new_context(**{"locale": "en-GB", **context})
+    try:
+        yield made
+    finally:
+        made.close()
+        asyncio._set_running_loop(before)
+
+
+@contextmanager
+def opened(link: str, **context: Any) -> Iterator[Any]:
+    """A page of a real browser, at this link. What it complains of, a breach of the policy too, fails the test."""
     complaints: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        try:
-            page = browser.new_context(**{"locale": "en-GB", **context}).new_page()
-            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.set_default_timeout(1000 * PATIENCE_S)
-            page.goto(link)
-            yield page
-        finally:
-            browser.close()
+    with window(**context) as made:
+        page = made.new_page()
+        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.set_default_timeout(1000 * PATIENCE_S)
+        page.goto(link)
+        yield page
     assert complaints == []
 
 

@@ -206,7 +206,7 @@ _OWN = tuple(each.name for each in fields(Levers) if each.name not in _FREE - {"
 """The levers that the question decides: the user's, and what follows from the job and what is installed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answered:
     asked: AddressQuestion
     plan: Plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from markupsafe import Markup
@@ -20,7 +21,7 @@ from tightfit.planner.reasons import further, hours, lacking_bytes, missing
 from tightfit.planner.search import something_fits
 from tightfit.priced import GIB, amounts, billions, strategy_name
 from tightfit.types import Phase, PhaseName
-from tightfit.web.plan_answer import Answered
+from tightfit.web.plan_answer import KEPT, Answered
 from tightfit.web.words import Words
 
 ADVICE = {
@@ -169,6 +170,7 @@ class Heat:
     is_whole: bool  # other ways were asked as well
 
 
+@lru_cache(maxsize=KEPT)
 def heat_of(answer: Answered, *, others: bool) -> Heat | None:
     """None: no engine runs what was asked for. `others`: ask for other ways as well, which takes a while."""
     if not answer.ways:
