@@ -93,25 +93,26 @@ def open_all(page: Any) -> None:
     page.evaluate("() => document.querySelectorAll('details').forEach((each) => { each.open = true; })")
 
 
-every_look = pytest.mark.parametrize(
-    ("look", "language"),
-    [
-        ("light", "en"),
-        ("dark", "zh"),
-        pytest.param("light-narrow", "zh", marks=pytest.mark.slow),
-        pytest.param("dark-wide", "en", marks=pytest.mark.slow),
-    ],
-)
-"""Any two of light or dark, wide or narrow, English or Chinese meet."""
+def every_look(quick: str) -> pytest.MarkDecorator:
+    """Any two of light or dark, wide or narrow, English or Chinese meet; `make test` looks at one of the four."""
+    languages = {"light": "en", "dark": "zh", "light-narrow": "zh", "dark-wide": "en"}
+    marks = {look: [] if look == quick else [pytest.mark.slow] for look in languages}
+    return pytest.mark.parametrize(
+        ("look", "language"), [pytest.param(*each, marks=marks[each[0]]) for each in languages.items()]
+    )
 
 
-@every_look
-def test_axe_finds_nothing_on_plans(page: Any, link: str, look: str, language: str) -> None:
+@every_look("light")
+def test_axe_finds_nothing_on_a_plan_that_fits(page: Any, link: str, look: str, language: str) -> None:
     see(page, look, home_of(link) + FITS, language)
     page.wait_for_selector(".heat[role=grid] .over, .heat[role=grid] .otherwise")
     if look != "light":  # once a scheme
         open_all(page)
     assert complaints(page) == []
+
+
+@every_look("dark")
+def test_axe_finds_nothing_where_nothing_fits(page: Any, link: str, look: str, language: str) -> None:
     see(page, look, home_of(link) + UNFIT, language)
     page.wait_for_selector(".remedies a.allow")
     assert complaints(page) == []
@@ -121,19 +122,27 @@ def test_axe_finds_nothing_on_plans(page: Any, link: str, look: str, language: s
     assert complaints(page) == []
 
 
-@every_look
-def test_axe_finds_nothing_on_runs(page: Any, link: str, look: str, language: str) -> None:
+@every_look("light")
+def test_axe_finds_nothing_on_a_run_that_goes_on(page: Any, link: str, look: str, language: str) -> None:
     see(page, look, home_of(link) + "/runs", language)
     assert complaints(page) == []
-    for run, place in (("going", "#memory tr"), ("failed", "#attempts tr")):
-        see(page, look, f"{home_of(link)}/runs/view?run=0/{run}", language)
-        page.wait_for_selector(place)
-        open_all(page)
-        page.wait_for_selector("#table-memory tbody tr >> nth=0")
-        assert complaints(page) == []
+    axe_finds_nothing_on_a_run(page, link, look, language, "going", "#memory tr")
 
 
-@every_look
+@every_look("dark")
+def test_axe_finds_nothing_on_a_run_that_failed(page: Any, link: str, look: str, language: str) -> None:
+    axe_finds_nothing_on_a_run(page, link, look, language, "failed", "#attempts tr")
+
+
+def axe_finds_nothing_on_a_run(page: Any, link: str, look: str, language: str, run: str, place: str) -> None:
+    see(page, look, f"{home_of(link)}/runs/view?run=0/{run}", language)
+    page.wait_for_selector(place)
+    open_all(page)
+    page.wait_for_selector("#table-memory tbody tr >> nth=0")
+    assert complaints(page) == []
+
+
+@every_look("dark")
 def test_axe_finds_nothing_on_a_diagnosis(page: Any, link: str, look: str, language: str) -> None:
     see(page, look, home_of(link) + "/diagnose", language)
     assert complaints(page) == []
@@ -194,9 +203,27 @@ def stops(page: Any, most: int = 120) -> list[dict[str, Any]]:
     raise AssertionError("the Tab key finds no end")
 
 
-@pytest.mark.parametrize("look", ["light", "dark"])
-@pytest.mark.parametrize("path", [FITS, UNFIT, "/runs", "/runs/view?run=0/going", "/diagnose"])
-def test_the_tab_key_goes_through_the_page_in_order(page: Any, link: str, path: str, look: str) -> None:
+@pytest.mark.parametrize(
+    ("look", "path"),
+    [
+        ("light", FITS),
+        ("dark", UNFIT),
+        ("light", "/runs"),
+        ("dark", "/runs/view?run=0/going"),
+        ("light", "/diagnose"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("dark", FITS),
+                ("light", UNFIT),
+                ("dark", "/runs"),
+                ("light", "/runs/view?run=0/going"),
+                ("dark", "/diagnose"),
+            )
+        ),
+    ],
+)
+def test_the_tab_key_goes_through_the_page_in_order(page: Any, link: str, look: str, path: str) -> None:
     see(page, look, home_of(link) + path)
     if path == FITS:
         page.wait_for_selector(".heat[role=grid] .over, .heat[role=grid] .otherwise")
@@ -307,7 +334,7 @@ def test_a_verdict_is_read_as_the_focus_comes_to_it(page: Any, link: str) -> Non
     )
 
 
-@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("language", ["en", pytest.param("zh", marks=pytest.mark.slow)])
 def test_every_drawing_has_its_figures_as_text(page: Any, link: str, language: str) -> None:
     see(page, "light", home_of(link) + FITS, language)
     assert page.get_attribute("html", "lang") == {"en": "en", "zh": "zh-Hans"}[language]

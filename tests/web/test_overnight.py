@@ -19,8 +19,9 @@ import patience
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ui_overnight import Figures, Wire, browsing, figures, frozen, goes_on, growing, serving, shown_step, through
-from visits import need_a_browser, says
+import visits
+from ui_overnight import Figures, Wire, figures, frozen, goes_on, growing, serving, shown_step, through
+from visits import says, served
 
 from tightfit.web import hub
 
@@ -32,8 +33,7 @@ LISTED = "tbody th a"
 
 @pytest.fixture(scope="module")
 def window() -> Iterator[Any]:
-    need_a_browser()
-    with browsing() as found:
+    with visits.window(viewport={"width": 1200, "height": 900}) as found:
         yield found
 
 
@@ -81,13 +81,14 @@ def test_it_neither_grows_nor_stalls(seconds: float, page: Any, tmp_path: Path) 
 
 
 def test_a_cut_line_is_said_and_taken_up_again(page: Any, tmp_path: Path) -> None:
-    with growing(tmp_path / "first", 100.0), serving(tmp_path) as (link, _):
+    with growing(tmp_path / "first", 100.0), served(cwd=tmp_path) as link:
         wire = Wire(urlsplit(link).port or 0)
         page.clock.install()
         page.goto(through(link, wire, VIEW))
         says(page, "#link", "Live.")
         wire.cut()
         says(page, "#link", "The connection is lost.")
+        page.clock.fast_forward("00:06")
         says(page, "#link", "Live.")
         goes_on(page, 10)
         # As when a laptop has slept: nothing comes any more, and nobody is told.

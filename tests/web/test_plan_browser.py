@@ -169,6 +169,34 @@ def test_a_narrow_dark_window_needs_no_sideways_scrolling(page: Any, link: str) 
     page.emulate_media(color_scheme="light")
 
 
+def test_another_trainer_gets_another_answer_and_its_own_files(page: Any, link: str) -> None:
+    at(page, link, "model=qwen2.5-7b&method=lora&gpus=1&card=RTX4090&lang=en")
+    says(page, ".copy code >> nth=2", "tightfit train --plan", WAIT_S)
+    page.select_option("#for", "llamafactory")
+    says(page, ".copy code >> nth=2", "bash plan/launch.sh", WAIT_S)
+    assert "for=llamafactory" in page.url
+    from playwright.sync_api import expect
+
+    expect(page.locator("#files-list")).not_to_contain_text("worker.json", timeout=1000 * WAIT_S)
+    says(page, "#files-list", "llamafactory.yaml", WAIT_S)
+
+
+def test_a_tier_and_the_most_that_fits(page: Any, link: str) -> None:
+    at(page, link, QUERY + "&lang=en")
+    page.get_by_role("button", name="The longest that fits").click()
+    says(page, ".copy code >> nth=0", "--seq 45568", WAIT_S)
+    says(page, "#verdict", "Fits: needs", WAIT_S)
+    assert page.evaluate("() => document.activeElement.dataset.max") == "seq", "the focus stays"
+    page.go_back()
+    says(page, ".copy code >> nth=0", "--seq 1024", WAIT_S)
+    page.select_option("#tier", "stage3")
+    says(page, ".reasons >> nth=1", "Tier stage3", WAIT_S)
+    assert "tier=stage3" in page.url
+    page.fill("#card", "notacard")
+    page.get_by_role("button", name="The longest that fits").click()
+    says(page, "#problem", "We know no card", WAIT_S)
+
+
 def pictures() -> None:
     """`python tests/web/test_plan_browser.py`: the picture of the Plan view in docs/ui.md."""
     import tempfile
@@ -182,15 +210,3 @@ def pictures() -> None:
 
 if __name__ == "__main__":
     pictures()
-
-
-def test_another_trainer_gets_another_answer_and_its_own_files(page: Any, link: str) -> None:
-    at(page, link, "model=qwen2.5-7b&method=lora&gpus=1&card=RTX4090&lang=en")
-    says(page, ".copy code >> nth=2", "tightfit train --plan", WAIT_S)
-    page.select_option("#for", "llamafactory")
-    says(page, ".copy code >> nth=2", "bash plan/launch.sh", WAIT_S)
-    assert "for=llamafactory" in page.url
-    from playwright.sync_api import expect
-
-    expect(page.locator("#files-list")).not_to_contain_text("worker.json", timeout=1000 * WAIT_S)
-    says(page, "#files-list", "llamafactory.yaml", WAIT_S)

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from visits import client, home_of, need_a_browser, opened, says, served
+from visits import client
 
 from tightfit.cli import main
 from tightfit.planner.tiers import TIERS
@@ -24,7 +24,6 @@ from tightfit.web.words import words
 
 HERE = "gpus=2&card=24GB&host-ram=64GB"
 QUERY = f"model=1b_mamba&{HERE}"
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -115,26 +114,6 @@ def test_the_largest_preset_that_fits(visitor: Any) -> None:
 )
 def test_the_most_of_what_makes_no_sense_is_one_sentence(query: str, said: str, visitor: Any) -> None:
     assert said in visitor.get(f"/plan/most?{query}").json()["problem"]
-
-
-@pytest.mark.thorough
-def test_both_in_the_browser(tmp_path: Path) -> None:
-    need_a_browser()
-    with served(cwd=tmp_path) as link, opened(link) as page:
-        page.set_default_timeout(1000 * WAIT_S)
-        page.goto(f"{home_of(link)}/plan?{QUERY}&seq=1024&lang=en")
-        page.get_by_role("button", name="The longest that fits").click()
-        says(page, ".copy code >> nth=0", "--seq 45568", WAIT_S)
-        says(page, "#verdict", "Fits: needs", WAIT_S)
-        assert page.evaluate("() => document.activeElement.dataset.max") == "seq", "the focus stays"
-        page.go_back()
-        says(page, ".copy code >> nth=0", "--seq 1024", WAIT_S)
-        page.select_option("#tier", "stage3")
-        says(page, ".reasons >> nth=1", "Tier stage3", WAIT_S)
-        assert "tier=stage3" in page.url
-        page.fill("#card", "notacard")
-        page.get_by_role("button", name="The longest that fits").click()
-        says(page, "#problem", "We know no card", WAIT_S)
 
 
 def test_every_word_that_the_scripts_name_is_there() -> None:
