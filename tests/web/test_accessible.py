@@ -22,7 +22,7 @@ CAPTURED = Path(__file__).parents[1] / "diagnose" / "captured"
 WAIT_S = 120.0
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 FITS = "/plan?model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
-UNFIT = "/plan?model=3b_mamba&gpus=1&card=16GB&host-ram=16GB"
+UNFIT = "/plan?model=1b_mamba&gpus=1&card=8GB&host-ram=8GB&engine=zero2"
 LOOKS = {
     "light": ("light", WIDE),
     "dark": ("dark", NARROW),

@@ -102,7 +102,7 @@ def test_what_makes_no_sense_is_said_and_the_last_answer_stays(page: Any, link: 
 
 
 def test_what_would_make_it_fit_is_one_click(page: Any, link: str) -> None:
-    at(page, link, "model=3b_mamba&gpus=1&card=16GB&host-ram=16GB&lang=en")
+    at(page, link, "model=1b_mamba&gpus=1&card=8GB&host-ram=8GB&engine=zero2&lang=en")
     says(page, "#verdict", "Nothing fits", WAIT_S)
     page.click("a.allow[data-allow=lora]")
     says(page, "#verdict", "Fits with a change", WAIT_S)
