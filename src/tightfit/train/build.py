@@ -326,7 +326,7 @@ def add_adapters(model: Any, lora: Lora, settings: AdapterSettings, dtype: torch
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
         target_modules=targets,
     )

@@ -137,7 +137,7 @@ class WindowLoss:
 
                 nonlocal asked
                 asked = True
-                loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)  # type: ignore[arg-type]
+                loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)
                 return loss
 
             def check(body: Any, *_: Any) -> None:
