@@ -57,13 +57,23 @@ def run(
     if any(os.environ.get(name) != value for name, value in told.items() if name != "PYTHONPATH"):
         command = [sys.executable, "-W", "error", "-m", "tightfit", *words]
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=timeout)
-    process = Process(*words, cwd=cwd, env=env, ranks=ranks)
+    return _end(Process(*words, cwd=cwd, env=env, ranks=ranks), timeout)
+
+
+def python(
+    code: str, *words: str, env: Mapping[str, str] | None = None, ranks: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """`python -c CODE WORDS`, to its end. With `ranks` torch, transformers and DeepSpeed are loaded when it begins."""
+    return _end(Process(*words, env=env, ranks=ranks, code=code), LIMIT_S)
+
+
+def _end(process: Process, timeout: float) -> subprocess.CompletedProcess[str]:
     try:
         out, err = process.communicate(timeout)
     finally:
         process.kill()
     assert process.returncode is not None
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(process.words, process.returncode, out, err)
 
 
 class Process:

@@ -26,7 +26,7 @@ from tightfit.types import ConfigError
 HEAVY = {"torch", "deepspeed", "transformers", "peft", "accelerate", "numpy"}
 
 SMALL = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB")
-HOPELESS = ("--model", "llama-3.1-8b", "--gpus", "1xRTX4090", "--host-ram", "32GB")
+HOPELESS = ("--model", "llama-3.1-8b", "--gpus", "1xRTX4090", "--host-ram", "32GB", "--effective-batch", "1")
 
 PROMISED = {
     "fits",
@@ -132,13 +132,21 @@ FED_BACK = {
     "adapters": ("--model", "gemma-3-27b", "--method", "lora", "--lora-rank", "16", "--gpus", "4x24GB"),
     "4-bit": ("--model", "qwen1.5-1.8b", "--method", "qlora", "--lora-targets", "q_proj,v_proj", "--gpus", "1x4GB"),
     "an old DeepSpeed": ("--model", "qwen2.5-32b", "--method", "lora", "--gpus", "8xK100-64GB"),
-    "several nodes": ("--model", "qwen2.5-32b", "--gpus", "2x8xA100-80GB", "--precision", "fp16"),
+    "several nodes": ("--model", "qwen2.5-7b", "--gpus", "2x8xA100-80GB", "--precision", "fp16"),
     "pure bf16": ("--model", "llama-3.1-8b", "--gpus", "2x24GB", "--no-master-weights", "--seq", "512"),
     "fewer GPUs": ("--model", "tiny_llama", "--gpus", "4x24GB", "--world", "2"),
 }
 
 
-@pytest.mark.parametrize("words", FED_BACK.values(), ids=FED_BACK)
+SLOW = ("adapters", "an old DeepSpeed", "a smaller model", "the largest model", "tier extreme", "tier optimized")
+"""Of which there is a like below, or above."""
+
+
+def ways(asked: dict[str, tuple[str, ...]]) -> list[Any]:
+    return [pytest.param(words, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, words in asked.items()]
+
+
+@pytest.mark.parametrize("words", ways(FED_BACK))
 def test_levers_fed_back_to_estimate_give_the_same_footprint(shell: Shell, words: tuple[str, ...]) -> None:
     answer = shell.json(*words)
     hardware = [
@@ -165,6 +173,8 @@ PRINTED = {
         "1x12GB",
         "--host-ram",
         "32GB",
+        "--effective-batch",
+        "1",
         "--allow",
         "lora,quantize",
     ),
@@ -182,7 +192,7 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize("words", PRINTED.values(), ids=PRINTED)
+@pytest.mark.parametrize("words", ways(PRINTED))
 def test_the_line_of_levers_given_to_estimate_prices_the_same(shell: Shell, words: tuple[str, ...]) -> None:
     answer = shell.json(*words)
     assert answer["fits"], "or this shows nothing"
@@ -306,8 +316,9 @@ def test_nothing_fits_is_an_answer_with_what_would(shell: Shell) -> None:
     assert answer["chosen"] is None
     assert answer["remedies"][0]["allow"] == "lora"
     assert all(remedy["fits"] and remedy["cost"] for remedy in answer["remedies"])
-    needed = answer["gpus_needed"]
-    assert shell.json(*HOPELESS, "--gpus", f"{needed}xRTX4090")["fits"]
+    shared = (*HOPELESS, "--effective-batch", "8", "--engine", "zero3", "--checkpointing", "full")
+    needed = shell.json(*shared)["gpus_needed"]
+    assert shell.json(*shared, "--gpus", f"{needed}xRTX4090")["fits"]
 
 
 def test_an_allowed_change_is_made_and_printed(shell: Shell) -> None:
@@ -349,7 +360,8 @@ def test_a_tier_beside_the_free_search(shell: Shell) -> None:
 
 
 def test_for_llamafactory_only_what_it_can_run_is_promised(shell: Shell) -> None:
-    asked = ("--model", "qwen2.5-32b", "--method", "lora", "--gpus", "8xK100-64GB", "--seq", "1024")
+    asked = ("--model", "qwen2.5-32b", "--method", "lora", "--gpus", "8xK100-64GB", "--engine", "zero3")
+    asked += ("--seq", "1024")
     assert shell.json(*asked)["chosen"]["levers"]["checkpointing"].startswith("layers:")
     answer = shell.json(*asked, "--launcher", "llamafactory")
     for way in (answer["chosen"], *answer["alternatives"]):
@@ -490,14 +502,14 @@ def test_a_tier_that_does_not_fit_says_so(shell: Shell) -> None:
 
 @pytest.mark.thorough
 def test_a_tier_that_does_not_fit_names_those_that_do(shell: Shell) -> None:
-    asked = ("--model", "7b_mamba", "--gpus", "2x24GB", "--host-ram", "256GB")
+    asked = ("--model", "qwen1.5-0.5b", "--gpus", "1x6GB", "--host-ram", "64GB")
     fitting = [each["tier"] for each in shell.json(*asked, "--tier", "all")["tiers"] if each["fits"]]
     assert fitting, "or this shows nothing"
     text = " ".join(shell.run(*asked, "--tier", "deepspeed").split())
     assert "The tier deepspeed does not fit" in text
     assert f"Of the other tiers {', '.join(fitting)} fit: --tier all" in text
     poor = ("--model", "qwen1.5-0.5b", "--gpus", "1x2GB", "--host-ram", "1GB", "--tier", "auto")
-    assert "None of the other tiers fits either." in shell.run(*poor)
+    assert "None of the other tiers fits either." in shell.run(*poor, "--effective-batch", "1")
 
 
 def test_the_longest_sequence(shell: Shell) -> None:

@@ -287,7 +287,7 @@ def test_a_port_in_use(shell: Shell) -> None:
         ((*TINY, "--hostfile", "none"), "none"),
         ((*TINY, "--epoch", "2"), "did you mean --epochs?"),
         (("--model", "qwen2.5-7b", "--method", "lora"), "use --model Qwen/Qwen2.5-7B"),
-        (("--model", "llama-3.1-8b", "--seq", "8192", "--margin", "80%"), "nothing fits, so nothing was started"),
+        (("--model", "llama-3.1-8b", "--margin", "80%", "--engine", "zero1"), "nothing fits, so nothing was started"),
     ],
 )
 def test_one_sentence_that_names_the_fix(shell: Shell, words: tuple[str, ...], sentence: str) -> None:
@@ -318,7 +318,7 @@ def test_what_is_claimed_for_this_machine_is_held_against_it(shell: Shell, monke
 
 
 def test_gpus_that_are_not_there_are_said_before_ram(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--model", "7b_mamba", "--gpus", "4x24GB", "--offload-optimizer", "cpu", "--engine", "zero3")
+    words = ("--model", "qwen1.5-0.5b", "--gpus", "4x24GB", "--offload-optimizer", "cpu", "--engine", "zero3")
     assert main(["plan", *words, "--host-ram", "9TB", "--write", str(shell.folder / "far")]) == 0
     capsys.readouterr()
     said = shell.refused("--plan", "far", "--dry-run", "--no-calibration")

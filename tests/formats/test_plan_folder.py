@@ -6,13 +6,13 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import warm_desk
 from tightfit.formats.plan_folder import STAGING, write
 from tightfit.types import ConfigError
 
@@ -25,8 +25,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return warm_desk.python(textwrap.dedent(script), *map(str, arguments))
 
 
 def test_a_new_folder_holds_exactly_the_files(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, with the folder and the line."""
     source = tmp_path_factory.mktemp("package")
     ours = Path(tightfit.__file__).parent
-    shutil.copytree(ours, source / "tightfit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ours, source / "tightfit")  # with its byte code, which is as good there
     formats = source / "tightfit" / "formats"
     (formats / "loom").mkdir()
     (formats / "loom" / "__init__.py").touch()
@@ -64,8 +64,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(package: Path, folder: Path, *words: str) -> tuple[int, str]:
-    """The command line of that package, which has no byte code yet and writes none."""
-    environment = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
+    """The command line of that package."""
+    environment = {**os.environ, "PYTHONPATH": str(package)}
     done = subprocess.run(
         [sys.executable, "-m", "tightfit", *words],
         cwd=folder,
@@ -104,7 +104,7 @@ def test_diagnose_reads_what_its_file_says(package: Path, config: Path) -> None:
         "from pathlib import Path; from tightfit.formats.recognise import read_known_config; "
         f"known = read_known_config(Path({str(config)!r})); print(known.trainer, known.micro_batch)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(package)}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=120
     )

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from string import Formatter
 
@@ -45,13 +46,23 @@ BY_NAME = {"help", "part"}
 """Areas whose ids are made from names of the program."""
 
 
+@cache
+def code() -> list[tuple[Path, ast.Constant | ast.Call]]:
+    """What is called in the code of the package, and what stands there as it is."""
+    return [
+        (path, node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Constant, ast.Call))
+    ]
+
+
 def ids_in_the_code() -> Iterator[tuple[Path, ast.Constant, str]]:
     """Every text that looks like the id of a message: an area that there is, a dot, words and dashes."""
     looks = re.compile(rf"(?:{'|'.join(AREAS)})\.[a-z0-9]+(?:-[a-z0-9]+)*")
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and looks.fullmatch(node.value):
-                yield path, node, node.value
+    for path, node in code():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and looks.fullmatch(node.value):
+            yield path, node, node.value
 
 
 @pytest.mark.parametrize("area", AREAS)
@@ -98,30 +109,30 @@ def test_every_text_of_the_help_is_shown(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_a_message_is_given_the_fields_of_its_text() -> None:
     wrong, texts = [], known()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
-                continue
-            if ast.unparse(node.func).rpartition(".")[2] not in ("Message", "text", "fail"):
-                continue
-            given, said = {word.arg for word in node.keywords}, str(node.args[0].value)
-            is_id = "." in said and said.partition(".")[0] in AREAS
-            if is_id and (said not in texts or (None not in given and given != texts[said])):
-                wrong.append((path.name, node.lineno, said))
+    for path, node in code():
+        if not (isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)):
+            continue
+        if getattr(node.func, "attr", getattr(node.func, "id", None)) not in ("Message", "text", "fail"):
+            continue
+        given, said = {word.arg for word in node.keywords}, str(node.args[0].value)
+        is_id = "." in said and said.partition(".")[0] in AREAS
+        if is_id and (said not in texts or (None not in given and given != texts[said])):
+            wrong.append((path.name, node.lineno, said))
     assert not wrong
 
 
 def test_a_note_of_lint_is_given_the_fields_of_what_it_says_and_its_fix_needs_none() -> None:
     texts, checked, wrong = known(), 0, []
-    for path in sorted(PACKAGE.glob("formats/**/*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "note":
-                what, fix = node.args[2:]
-                given = {word.arg for word in node.keywords}
-                fits = isinstance(what, ast.Constant) and texts.get(str(what.value)) == given
-                fits = fits and not (isinstance(fix, ast.Constant) and texts.get(str(fix.value)) != set())
-                wrong += [] if fits else [(path.name, node.lineno)]
-                checked += 1
+    for path, node in code():
+        if PACKAGE / "formats" not in path.parents or not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "note":
+            what, fix = node.args[2:]
+            given = {word.arg for word in node.keywords}
+            fits = isinstance(what, ast.Constant) and texts.get(str(what.value)) == given
+            fits = fits and not (isinstance(fix, ast.Constant) and texts.get(str(fix.value)) != set())
+            wrong += [] if fits else [(path.name, node.lineno)]
+            checked += 1
     assert checked
     assert not wrong
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train_shell import DESK, TINY
+
 import patience
+import warm_desk
 
 LINGERING = Path(__file__).with_name("lingering.py")
-TINY = ("--model", "tiny_mamba", "--seq", "64", "--max-steps", "6")
-DESK = (
-    "import sys\n"
-    "from tightfit import cli\n"
-    "from tightfit.cli import train\n"
-    "train.WORKER = (sys.executable, sys.argv[1], sys.argv[2])\n"
-    "sys.exit(cli.main(['train', *sys.argv[3:]]))\n"
-)
 
 
 def surroundings(cache: Path, **more: str) -> dict[str, str]:
@@ -30,16 +23,14 @@ def surroundings(cache: Path, **more: str) -> dict[str, str]:
 
 
 @contextmanager
-def desk(mode: str, run: Path, cache: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+def desk(mode: str, run: Path, cache: Path, *words: str) -> Iterator[warm_desk.Process]:
     """The desk of a run; killed at the end, and whatever it started with it."""
-    command = [sys.executable, "-c", DESK, str(LINGERING), mode, *TINY, "--output", str(run), *words]
-    with (run.parent / f"{run.name}.out").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=surroundings(cache))
+    asked = (str(LINGERING), mode, *TINY, "--output", str(run), *words)
+    process = warm_desk.Process(*asked, env=surroundings(cache), code=DESK)
     try:
         yield process
     finally:
         process.kill()
-        process.wait()
 
 
 def wait_until(there: Callable[[], object], seconds: float = 90.0) -> None:

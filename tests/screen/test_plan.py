@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tightfit.job.file import hardware_of, job_from_flags, model_of
 from tightfit.messages import id_of
-from tightfit.planner import all_tiers, plan, plan_tier
+from tightfit.planner import Tiered, all_tiers, plan, plan_tier
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import lacking_bytes, missing, worth_showing
@@ -40,7 +40,13 @@ def planned(gpus: str = "2x24GB", host_ram: str | None = "64GB", **flags: object
 
 @cache
 def hopeless() -> Plan:
-    return planned("1x4GB", "4GB")
+    return planned("1x4GB", "4GB", effective_batch=1)
+
+
+@cache
+def tiers() -> list[Tiered]:
+    job = job_from_flags({"model": "qwen1.5-0.5b", "gpus": "1x8GB", "host_ram": "32GB"})
+    return all_tiers(job, model_of(job), hardware_of(job), frozenset())
 
 
 def needing(way: Way, gib: float) -> Way:
@@ -75,9 +81,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         assert max(map(len, lines)) <= width
         assert not any(line.endswith(" ") for line in lines)
         assert any(re.match(r"[→×] \w", line) for line in lines), "the rows are there at any width"
-    job = job_from_flags({"model": "qwen1.5-0.5b", "gpus": "1x8GB", "host_ram": "32GB"})
-    shape, hardware = model_of(job), hardware_of(job)
-    assert max(map(len, drawn(draw_tiers, all_tiers(job, shape, hardware, frozenset()), width=width))) <= width
+    assert max(map(len, drawn(draw_tiers, tiers(), width=width))) <= width
 
 
 def test_a_narrow_table_says_nothing_of_the_columns_that_it_left_out() -> None:
@@ -127,7 +131,7 @@ def test_too_much_host_ram_is_marked() -> None:
 def test_where_nothing_fits_the_first_row_is_the_nearest_and_every_row_says_what_it_lacks(
     gpus: str, host_ram: str
 ) -> None:
-    answer = planned(gpus, host_ram, model="qwen1.5-1.8b")
+    answer = planned(gpus, host_ram, model="qwen1.5-1.8b", effective_batch=1)
     assert not answer.fits, "or this shows nothing"
     lines = drawn(draw_plan, answer)
     rows = body(lines)
@@ -171,7 +175,7 @@ def test_what_is_missing_is_told_for_the_card_and_for_the_host() -> None:
 
 
 def test_after_an_allowed_change_only_the_new_training_is_shown() -> None:
-    answer = planned("1xRTX4090", "32GB", model="llama-3.1-8b", allow="lora")
+    answer = planned("1xRTX4090", "32GB", model="llama-3.1-8b", allow="lora", effective_batch=1)
     lines = drawn(draw_plan, answer)
     assert lines[0].startswith("llama-3.1-8b (8.03B), lora rank 8, bf16, on 1 × RTX 4090")
     assert [row[0] for row in body(lines)].count("×") == 0
@@ -298,7 +302,7 @@ def test_a_limit_is_named_first() -> None:
 def test_tiers() -> None:
     job = job_from_flags({"model": "qwen1.5-0.5b", "gpus": "1x8GB", "host_ram": "32GB"})
     shape, hardware = model_of(job), hardware_of(job)
-    lines = drawn(draw_tiers, all_tiers(job, shape, hardware, frozenset()))
+    lines = drawn(draw_tiers, tiers())
     assert any(re.match(r"minimal +\d+\.\d +yes +[\d,]+  sequences of 1024", line) for line in lines)
     one = drawn(draw_tier, plan_tier("minimal", job, shape, hardware, frozenset()))
     assert "what it holds follows from model and sequence: " in " ".join(one)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import warm_desk
 from tightfit.formats.accelerate.check import LAYER_CLASSES
 from tightfit.formats.accelerate.write import accelerate_notes, accelerate_yaml
 from tightfit.formats.deepspeed.write import deepspeed_json
@@ -44,15 +43,13 @@ from accelerate.utils import launch
 import torch
 torch.cuda.device_count = lambda: 8
 launch.is_port_in_use = lambda port: False  # other tests may be using it
-answers = []
-for path in json.load(sys.stdin):
+answers, parser = [], launch_command_parser()
+for path in json.loads(sys.argv[1]):
     try:
         config = load_config_from_file(path)
         kept = dict(os.environ)
         os.chdir(os.path.dirname(path))
-        args, defaults, mixed = _validate_launch_command(
-            launch_command_parser().parse_args(["--config_file", path, "train.py"])
-        )
+        args, defaults, mixed = _validate_launch_command(parser.parse_args(["--config_file", path, "train.py"]))
         answer = {"type": config.distributed_type.value, "processes": args.num_processes, "gpu_ids": args.gpu_ids,
                   "port": args.main_process_port, "machines": args.num_machines, "mixed": config.mixed_precision}
         if args.use_deepspeed:
@@ -84,15 +81,7 @@ print("FOUND " + json.dumps(answers))
 
 
 def ask(paths: list[str]) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", ASK],
-        input=json.dumps(paths),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        check=False,
-    )
+    done = warm_desk.python(ASK, json.dumps(paths), env=os.environ | {"DS_ACCELERATOR": "cpu"}, ranks=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.partition("FOUND ")[2].splitlines()[0])
 

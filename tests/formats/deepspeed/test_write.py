@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import warm_desk
 from tightfit.formats.deepspeed.keys import ARRIVED, DEFAULTS, GONE, MOVED, NEWEST, OLDEST, knows
 from tightfit.formats.deepspeed.read import read_deepspeed, to_levers
 from tightfit.formats.deepspeed.write import deepspeed_json, deepspeed_notes
@@ -55,7 +56,7 @@ if sys.argv[1] == "old":
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 answers = []
-for path, world in json.load(sys.stdin):
+for path, world in json.loads(sys.argv[2]):
     deepspeed.comm.get_rank = lambda group=None: 0
     deepspeed.comm.get_world_size = lambda group=None: world
     try:
@@ -84,16 +85,12 @@ print("FOUND " + json.dumps({"version": deepspeed.__version__, "answers": answer
 
 
 def ask(cases: Sequence[tuple[Path, int]], old: Path | None = None) -> dict[str, Any]:
-    environment = os.environ | {"DS_ACCELERATOR": "cpu"} | ({"PYTHONPATH": str(old)} if old else {})
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, "old" if old else "new"],
-        input=json.dumps([[str(path), world] for path, world in cases]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
+    environment, asked = os.environ | {"DS_ACCELERATOR": "cpu"}, json.dumps([[str(path), n] for path, n in cases])
+    if old:
+        command, environment = [sys.executable, "-c", ASK, "old", asked], environment | {"PYTHONPATH": str(old)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    else:
+        done = warm_desk.python(ASK, "new", asked, env=environment, ranks=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.partition("FOUND ")[2].splitlines()[0])
     return found
@@ -285,8 +282,7 @@ zero = DeepSpeedZeroConfig(stage=3, offload_optimizer={"device": "cpu"}, offload
 blocks = {"zero_optimization": zero, "bf16": DeepSpeedBF16Config(), "fp16": DeepSpeedFP16Config()}
 print(json.dumps({name: json.loads(block.model_dump_json(by_alias=True)) for name, block in blocks.items()}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs = json.loads(warm_desk.python(code, ranks=True).stdout.splitlines()[-1])
     for path, value in DEFAULTS.items():
         found: Any = theirs
         if "." in path:

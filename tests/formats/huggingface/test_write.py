@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import warm_desk
 from tightfit.formats.deepspeed.write import deepspeed_json
 from tightfit.formats.huggingface.write import training_args_json, training_args_notes
 from tightfit.formats.target import Target
@@ -39,7 +40,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from transformers import HfArgumentParser, TrainingArguments
 parser = HfArgumentParser(TrainingArguments)
 answers = []
-for path in json.load(sys.stdin):
+for path in json.loads(sys.argv[1]):
     os.chdir(os.path.dirname(path))
     values = json.load(open(path)) | {"use_cpu": True}
     json.dump(values, open("checked.json", "w"))
@@ -66,15 +67,8 @@ print("FOUND " + json.dumps(answers))
 
 
 def ask(paths: list[Path]) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-c", ASK],
-        input=json.dumps([str(path) for path in paths]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        check=False,
-    )
+    env = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = warm_desk.python(ASK, json.dumps([str(path) for path in paths]), env=env, ranks=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(done.stdout.partition("FOUND ")[2].splitlines()[0])
     return found
