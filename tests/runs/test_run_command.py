@@ -17,6 +17,7 @@ import yaml
 
 import patience
 import warm_desk
+from tightfit.model.presets import PRESETS
 
 ASSETS = Path(__file__).parents[1] / "assets"
 OOM = (
@@ -287,14 +288,15 @@ while True:
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_is_passed_on_and_its_answer_counts(tmp_path: Path, name: str) -> None:
     path = script(tmp_path, PARENT.format(rest=STOPS.format(signal=name)))
-    command = [sys.executable, "-m", "tightfit", "run", "--", sys.executable, path]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    process = warm_desk.Process("run", "--", sys.executable, path, cwd=tmp_path)
+    try:
+        assert process.first_line() == "ready"
         process.send_signal(signal.Signals[name])
         out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 9, err
-    assert out == "saving first\n"
+    assert out == "ready\nsaving first\n"
     assert "stopped as asked" in err
     assert is_gone(int((tmp_path / "child").read_text(encoding="ascii")))
     assert record(tmp_path / "tightfit-run-1")["state"] == "interrupted"
@@ -389,8 +391,21 @@ def test_flags_alone_and_flags_over_a_file_are_predicted_too(run: Run, note_003:
     assert "micro batch 4 × 16" in over.stdout
 
 
+@pytest.fixture(params=[16, pytest.param(None, marks=pytest.mark.slow)], ids=["shallow", "whole"])
+def job(request: pytest.FixtureRequest, note_003: Path) -> str:
+    """Its YAML; the search takes as long as the model is deep, and one of 16 layers goes down the same schemes."""
+    if request.param is None:
+        return NOTE_003
+    config = {**PRESETS["qwen2.5-32b"].config, "num_hidden_layers": request.param}
+    (note_003 / "shallow").mkdir()
+    (note_003 / "shallow/config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = NOTE_003.replace("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "shallow")
+    (note_003 / "cfg/x.yaml").write_text(text, encoding="utf-8")
+    return text
+
+
 @pytest.mark.thorough
-def test_note_003s_schemes_one_after_another(run: Run, note_003: Path) -> None:
+def test_note_003s_schemes_one_after_another(run: Run, note_003: Path, job: str) -> None:
     done = run("--json", *DCU, "--allow", "quantize,shorter-seq", *TRAIN)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -398,15 +413,16 @@ def test_note_003s_schemes_one_after_another(run: Run, note_003: Path) -> None:
     assert "the scheme optimized" in changes[0]
     assert any("quantized" in change or "limit" in change for change in changes[1:])
     last = yaml.safe_load(Path(found["last_command"][2]).read_text(encoding="utf-8"))
-    first = yaml.safe_load(NOTE_003)
+    first = yaml.safe_load(job)
     batch = last["per_device_train_batch_size"] * last["gradient_accumulation_steps"]
     assert batch == first["per_device_train_batch_size"] * first["gradient_accumulation_steps"]
     assert "learning_rate: 5e-05   # the guide's\n" in Path(found["last_command"][2]).read_text(encoding="utf-8")
-    assert (note_003 / "cfg/x.yaml").read_text(encoding="utf-8") == NOTE_003
+    assert (note_003 / "cfg/x.yaml").read_text(encoding="utf-8") == job
     assert json.loads((note_003 / "cfg/ds_z3.json").read_text(encoding="utf-8")) == ZERO3
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("job")
 def test_without_leave_it_stops_with_what_would_help(run: Run, note_003: Path) -> None:
     done = run(*DCU, *TRAIN)
     assert done.returncode == 1
