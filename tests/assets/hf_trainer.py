@@ -15,9 +15,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch.utils.data import Dataset
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+# As where they are not installed: the Trainer would import them, for seconds, and use none of them here.
+unused = {"bitsandbytes", "datasets", "deepspeed", "pandas", "peft", "sklearn"}
+sys.modules |= dict.fromkeys(unused - {"deepspeed" if "--deepspeed" in sys.argv else ""})
+
+import torch  # noqa: E402
+from torch.utils.data import Dataset  # noqa: E402
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
 
 TEXT = (
     "CUDA out of memory. Tried to allocate 1.45 GiB. GPU 0 has a total capacity of 23.64 GiB of which 312.44 MiB is "

@@ -141,8 +141,14 @@ def test_events_of_another_version_are_shown_as_they_are() -> None:
 WRONG = ("text", -1.5, float("inf"), None, [["deep"]])
 
 
-def test_a_record_with_wrong_types_is_passed_over_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In every field of every record of a run, whatever stands there: no traceback from `diagnose` or `watch`."""
+@pytest.mark.parametrize("kinds", [1, pytest.param(len(WRONG) - 1, marks=pytest.mark.slow)])
+def test_a_record_with_wrong_types_is_passed_over_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kinds: int
+) -> None:
+    """In every field of every record of a run, whatever stands there: no traceback from `diagnose` or `watch`.
+
+    `kinds`: of wrong values beside the last, in turn.
+    """
     run = tmp_path / "run"
     for path in ("plan", "logs", "attempts"):
         (run / path).mkdir(parents=True)
@@ -177,8 +183,8 @@ def test_a_record_with_wrong_types_is_passed_over_and_named(tmp_path: Path, caps
         (run / name).write_text(json.dumps(record))
     assert find_damaged(run) == ()
     for name, record in records.items():
-        for place in places_in(record):
-            for wrong in WRONG:
+        for number, place in enumerate(places_in(record)):
+            for wrong in (*(WRONG[(number + more) % (len(WRONG) - 1)] for more in range(kinds)), WRONG[-1]):
                 (run / name).write_text(json.dumps(with_value(record, place, wrong)))
                 main(["diagnose", str(run)])
                 told = capsys.readouterr()

@@ -24,7 +24,6 @@ from tightfit.runs.external.process import Stillness
 from tightfit.runs.records import read_run
 
 ASSETS = Path(__file__).parents[1] / "assets"
-TIGHTFIT = (sys.executable, "-m", "tightfit")
 
 
 @pytest.fixture
@@ -44,13 +43,12 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def running(*words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [*TIGHTFIT, "run", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def running(*words: str) -> Iterator[warm_desk.Process]:
+    process = warm_desk.Process("run", *words)
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 def script(folder: Path, text: str) -> str:
@@ -96,8 +94,7 @@ while not pathlib.Path("go").exists():
 
 def test_its_record_is_that_of_every_run_from_the_start_on(here: Path) -> None:
     with running("--", sys.executable, script(here, SLEEPS)) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert process.first_line() == "ready"
         seen = read_run(here / "tightfit-run-1")
         assert seen is not None
         assert (seen.state, seen.pid, seen.lives) == ("running", process.pid, True)
@@ -123,8 +120,7 @@ def test_its_record_is_that_of_every_run_from_the_start_on(here: Path) -> None:
 def test_a_killed_supervisor_takes_its_command_along_and_another_takes_over(here: Path) -> None:
     name = script(here, SLEEPS)
     with running("--output", "out", "--", sys.executable, name) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+        process.first_line()
         child, pids = int((here / "child").read_text(encoding="ascii")), members_of("out")
         assert child in pids
         process.send_signal(signal.SIGKILL)
@@ -155,8 +151,7 @@ def members_of(folder: str) -> list[int]:
 def test_without_a_name_the_last_folder_of_the_same_command_is_taken_over(here: Path) -> None:
     name = script(here, SLEEPS)
     with running("--", sys.executable, name) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+        process.first_line()
         process.send_signal(signal.SIGKILL)
         process.wait()
     (here / "go").touch()
@@ -207,7 +202,7 @@ print("second start", flush=True)
 
 
 def test_a_command_that_hangs_is_ended_and_started_again(here: Path) -> None:
-    done = run("--hang-timeout", "3s", "--", sys.executable, script(here, HANGS_ONCE))
+    done = run("--hang-timeout", "2s", "--", sys.executable, script(here, HANGS_ONCE))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "begins\nbegins\nsecond start\n"
     assert "printed nothing for" in done.stderr
@@ -232,7 +227,7 @@ def test_silence_alone_is_no_hang(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", busy]) as process:
         still = Stillness(log, 10.0, uses_gpu=lambda pids: uses[0], clock=lambda: now[0])
         for _ in range(4):
-            time.sleep(0.5)
+            time.sleep(0.15)
             now[0] += 8.0
             assert still.look([process.pid]) is None or _ > 0
         process.kill()
@@ -276,7 +271,7 @@ def test_a_lock_that_a_killed_compiler_left_is_named_before_and_after(
     assert torch is not None
     assert torch.origin is not None
     waits = BATON.format(path=str(Path(torch.origin).parent / "utils/file_baton.py"), lock=str(lock))
-    done = run("--hang-timeout", "3s", "--retry-anyway", "--", sys.executable, script(here, waits))
+    done = run("--hang-timeout", "2s", "--retry-anyway", "--", sys.executable, script(here, waits))
     assert f"rm {lock}" in done.stderr.splitlines()[2]
     assert lock.exists(), "it may be somebody else's"
     assert done.returncode != 0

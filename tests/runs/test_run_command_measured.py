@@ -177,7 +177,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
-    monkeypatch.setattr(start_machine, "WAIT_S", 0.2)
+    monkeypatch.setattr(start_machine, "WAIT_S", 0.05)
     made = Card(folder)
     yield made
     assert made.holder.poll() is None, "it was not ours to end"
@@ -194,7 +194,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 )
 def test_it_waits_until_there_is_room_and_says_once_for_whom(card: Card, need: int | None, words: str) -> None:
     said: list[str] = []
-    timer = later(1.0, card.give_back)
+    timer = later(0, lambda: (card.wait_for_looks(5), card.give_back()))
     assert wait_for_gpus(need, 1, said.append)
     timer.join()
     assert len(said) == 1

@@ -15,7 +15,7 @@ from tightfit.runs.processes import is_alive
 
 pytestmark = pytest.mark.thorough
 
-QUICK = ("--engine", "fsdp2")
+QUICK = ("--engine", "fsdp2", "--no-probe")
 """Starts soonest."""
 
 
@@ -41,7 +41,7 @@ def test_a_rank_that_is_killed_while_it_writes_a_checkpoint(tmp_path: Path, undi
 
 def test_a_gpu_that_runs_out_of_memory_in_the_first_step(tmp_path: Path) -> None:
     """The sequences are so long that activations are most of what is held, and recomputing them holds less."""
-    job = ("--seq", "1024", "--max-steps", "2")
+    job = ("--seq", "512", "--max-steps", "2", "--no-probe")
     trained = train(tmp_path, *job, faults="device-oom@rank=1,stage=backward,step=1")
     assert trained.code == 0, trained.err
     first, second = trained.records

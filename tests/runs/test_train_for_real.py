@@ -26,12 +26,13 @@ def surroundings(folder: Path) -> dict[str, str]:
 
 
 def command(folder: Path, *words: str) -> warm_desk.Process:
-    return warm_desk.Process("train", *SMALL, *words, cwd=folder, env=surroundings(folder), ranks=True)
+    return warm_desk.Process("train", *SMALL, "--no-probe", *words, cwd=folder, env=surroundings(folder), ranks=True)
 
 
-def test_a_training_from_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_training_from_end_to_end(tmp_path: Path, ranks: int) -> None:
     """Every process is one of its own from its start, as a user has them."""
-    words = ("--data", "shipped:text", "--max-steps", "3", "--json")
+    words = ("--data", "shipped:text", "--max-steps", "3", "--json", "--engine", "zero1", "--num-gpus", str(ranks))
     done = subprocess.run(
         [sys.executable, "-m", "tightfit", "train", *SMALL, *words],
         capture_output=True,

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 from train_shell import TINY, Shell, shell
 
+import warm_desk
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.runs.records import read_attempts
@@ -36,9 +38,12 @@ class Card:
 
     def __init__(self, folder: Path) -> None:
         self.free, self.holder = folder / "free", subprocess.Popen(["sleep", "600"])
+        self.asked = folder / "asked"
+        self.asked.touch()
         row = f"0, {UUID}, 24564, 8.9, NVIDIA GeForce RTX 4090\n"
         (folder / "nvidia-smi").write_text(
             f"#!{sys.executable} -SE\nimport sys\nfree = open({str(self.free)!r}).read()\n"
+            f"print(end='.', file=open({str(self.asked)!r}, 'a'))\n"
             f"apps = '' if int(free) > 800 else '{UUID}, {self.holder.pid}, 23000\\n'\n"
             f"whole = f'0, 00000000:01:00.0, {UUID}, 24564, 0, {{free}}, 0, 41, 31.50, 550.54.15, 8.9, RTX 4090\\n'\n"
             f"answers = {{'--query-gpu=index,uuid': {row!r}, '--query-gpu=index,pci': whole, "
@@ -58,6 +63,12 @@ class Card:
     def give_back(self) -> None:
         self._set("24100")
 
+    def wait_for_looks(self, questions: int = 9) -> None:
+        """Until whoever waits has found it as it is now: a look has four questions, or two where nothing is planned."""
+        before = self.asked.stat().st_size
+        while self.asked.stat().st_size < before + questions:
+            time.sleep(0.02)
+
     def _set(self, free: str) -> None:
         self.free.with_suffix(".new").write_text(free)
         self.free.with_suffix(".new").replace(self.free)
@@ -69,7 +80,7 @@ def card(shell: Shell) -> object:
     folder.mkdir()
     shell.monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     shell.monkeypatch.setattr("tightfit.hardware.probes.tools.BESIDE_PATH", {})
-    shell.monkeypatch.setattr(start_machine, "WAIT_S", 0.2)
+    shell.monkeypatch.setattr(start_machine, "WAIT_S", 0.05)
     made = Card(folder)
     yield made
     assert made.holder.poll() is None, "it was not ours to end"
@@ -91,10 +102,15 @@ def test_without_being_asked_to_wait_it_says_who_holds_the_memory(shell: Shell, 
 
 
 def test_it_waits_for_room_and_says_once_for_whom(shell: Shell, card: Card) -> None:
-    timers = later(1.5, card.leave), later(2.5, card.give_back)
+    def go() -> None:
+        card.wait_for_looks()
+        card.leave()
+        card.wait_for_looks()
+        card.give_back()
+
+    going = later(0, go)
     code, _, err = shell.train("good", *PINNED, "--gpu-ids", "0", "--wait-for-gpu", "--json")
-    for timer in timers:
-        timer.join()
+    going.join()
     assert code == 0, err
     assert err.count("\n") == 1
     assert err.startswith("tightfit: waiting: GPU 0 has 0.8 GiB free and the plan needs ")
@@ -107,7 +123,7 @@ def test_it_waits_for_another_run_of_ours(shell: Shell, card: Card) -> None:
     entry = Reservation.ours(Path("/runs/other"), 0, (UUID,), None)
     registry._folder.mkdir(parents=True)
     registry.add(entry)
-    timer = later(1.5, lambda: registry.remove(entry))
+    timer = later(0, lambda: (card.wait_for_looks(), registry.remove(entry)))
     code, _, err = shell.train("good", *PINNED, "--wait-for-gpu", "--json")
     timer.join()
     assert code == 0, err
@@ -115,16 +131,20 @@ def test_it_waits_for_another_run_of_ours(shell: Shell, card: Card) -> None:
 
 
 def test_ctrl_c_ends_the_wait(shell: Shell, card: Card) -> None:
-    code = "import sys\nfrom tightfit import cli\nsys.exit(cli.main(['train', *sys.argv[1:]]))\n"
+    code = (
+        "import sys\nfrom tightfit import cli\nfrom tightfit.start import machine\n"
+        "machine.WAIT_S = 0.05\nsys.exit(cli.main(['train', *sys.argv[1:]]))\n"
+    )
     words = [*PINNED, "--gpu-ids", "0", "--wait-for-gpu"]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        assert "waiting: GPU 0" in process.stderr.readline()
+    process = warm_desk.Process(*words, code=code)
+    try:
+        card.wait_for_looks()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert process.returncode == 130
+    assert "waiting: GPU 0" in err
     assert not Path("output").exists()
 
 
@@ -138,22 +158,25 @@ def test_somebody_who_comes_in_the_middle_is_waited_for_too(shell: Shell, card: 
         while not events.exists():
             time.sleep(0.02)
         card.hold()
-        time.sleep(6)
+        while read_attempts(events.parent)[0].state == "running":
+            time.sleep(0.02)
+        card.wait_for_looks()
+        gone.append(datetime.now(tz=timezone.utc))
         card.give_back()
 
+    gone: list[datetime] = []
     thread = threading.Thread(target=come_and_go)
     thread.start()
-    began = time.monotonic()
     code = main(["train", *PINNED, "--wait-for-gpu"])
     out, err = shell.capsys.readouterr()
     thread.join()
     assert code == 0, err + out
-    assert time.monotonic() - began > 5
     assert "! waiting: GPU 0 has 0.8 GiB free" in out
     first, second = read_attempts(Path("output"))
     assert first.cause is not None
     assert (first.cause.kind, first.next and first.next.action) == ("other-process", "wait")
     assert second.first_step == 4
+    assert datetime.fromisoformat(second.started) >= gone[0].replace(microsecond=0)
 
 
 def test_and_not_for_ever_without_being_asked(shell: Shell, card: Card) -> None:

@@ -57,13 +57,15 @@ def draw(folder: Path) -> list[Path]:
     """The pictures of the run in this folder. One that cannot be drawn is left out; without matplotlib, all are."""
     made: list[Path] = []
     with suppress(Exception):  # a picture is no reason for a finished training to fail
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
         history = read(folder / EVENTS)
         for name, picture in ((LOSS, _loss), (MEMORY, _memory)):
             with suppress(Exception):
                 figure = picture(history)
                 if figure is not None:
                     drawn = io.BytesIO()
-                    figure.savefig(drawn, format="png")
+                    FigureCanvasAgg(figure).print_png(drawn)  # type: ignore[no-untyped-call]  # `savefig` draws twice
                     replace_file(folder / name, drawn.getvalue())
                     made.append(folder / name)
     return made
@@ -135,12 +137,9 @@ def _number(value: object) -> float | None:
 
 
 def _figure(width: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 5.0), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, 5.0), dpi=120, layout="constrained")
 
 
 def _loss(history: RunHistory) -> Figure | None:
