@@ -31,15 +31,18 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 import patience
 
 LIMIT_S = 120.0
+TURN_S = 300.0
 READ_AT_START = ("PYTHON", "LC_", "LANG")
 SOON = ("packaging.requirements", "tightfit.desk.advice", "tightfit.formats.render")
 """What verbs import when they come to it."""
@@ -76,6 +79,45 @@ def _end(process: Process, timeout: float) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.words, process.returncode, out, err)
 
 
+class Turn:
+    """Several ranks train together, and no others beside them: in each layer they wait for one another, and for a
+    processor each time where there are more of them than processors.
+
+    All workers of pytest take turns; the trainings of one worker, which a test may start together, have one together.
+    A turn ends with the process that has it, and is a courtesy: whoever has waited long enough goes ahead.
+    """
+
+    def __init__(self) -> None:
+        path = Path(tempfile.gettempdir(), f"tightfit-tests-{os.getuid()}-ranks.lock")
+        self._file, self._lock, self._held = FileLock(path, thread_local=False), threading.Lock(), 0
+
+    def take(self) -> None:
+        with self._lock:
+            if not self._held:
+                with suppress(Timeout):
+                    self._file.acquire(TURN_S, poll_interval=0.02)
+            self._held += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._held -= 1
+            if not self._held:
+                self._file.release()
+
+    @contextmanager
+    def taken(self, several: bool) -> Iterator[None]:
+        if several:
+            self.take()
+        try:
+            yield
+        finally:
+            if several:
+                self.leave()
+
+
+turn = Turn()
+
+
 class Process:
     """A command line that runs, with what tests use of `subprocess.Popen`."""
 
@@ -97,12 +139,17 @@ class Process:
         given = dict(os.environ if env is None else env)
         request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": given}
         request |= {"into": self._folder, "worker": worker, "code": code}
+        self._several = ranks and words[:1] == ("train",) and "--num-gpus" not in words
+        if self._several:
+            turn.take()
         self.pid: int = self._server.ask(request)
         self.returncode: int | None
 
     def poll(self) -> int | None:
         if self.returncode is None:
             self.returncode = self._server.ask({"poll": self.pid})
+            if self.returncode is not None and self._several:
+                turn.leave()
         return self.returncode
 
     def wait(self, timeout: float = LIMIT_S) -> int:
@@ -279,6 +326,8 @@ def become(request: Mapping[str, Any], ranks: bool) -> int:
         exec(compile(request["code"], "<code>", "exec"), {"__name__": "__main__"})  # noqa: S102 - the test's own words
         return 0
     if request["worker"]:
+        if not request.get("draws"):
+            draw_nothing()
         exec(request.get("first", ""), {})  # noqa: S102 - the test's own words
         from tightfit.train.__main__ import main as work
 
@@ -292,6 +341,13 @@ def become(request: Mapping[str, Any], ranks: bool) -> int:
     code = main()
     atexit._run_exitfuncs()
     return code
+
+
+def draw_nothing() -> None:
+    """The pictures at the end of a training take as long as all of its steps, and say nothing about them."""
+    from tightfit.train import pictures
+
+    pictures.draw = lambda _: []
 
 
 def count_silence() -> None:
@@ -338,7 +394,15 @@ class Forking(subprocess.Popen):
             subprocess.Popen = Forking.__bases__[0]
             take_environment(dict(os.environ) if env is None else env)
             os.chdir(cwd or Path.cwd())
+<<<<<<< HEAD
             return main()
+=======
+            sys.argv = list(args[2:])
+            draw_nothing()
+            from tightfit.train.__main__ import main
+
+            return main(args[3:])
+>>>>>>> e1a95ad (Trainings of several ranks take turns, draw no pictures unless asked, and show several things each)
 
         self.pid = fork(work)
         self._child_created = True

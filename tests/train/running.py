@@ -84,11 +84,13 @@ def run_ranks(
     first: str = "",
     fresh: bool = False,
     fp16: bool | None = None,
+    draws: bool = False,
 ) -> Ran:
     """Run the ranks of a plan. `first`: Python that each executes before the worker begins, or instead if it leaves.
 
     `fresh`: each is a Python of its own from its start, and not a fork of a warm one. `fp16`: what DeepSpeed is told
     of the processor; None: a plan in fp16 runs on any, since torch can do without, and others see what there is.
+    `draws`: the pictures at the end too.
     """
     orders = json.loads((folder / "worker.json").read_text())
     if fp16 is not None or orders["levers"]["precision"] == "fp16":
@@ -107,7 +109,9 @@ def run_ranks(
                 process.kill()
         codes = [process.returncode for process in started]
     else:
-        ranks = [Rank(each, str(path), first) for each, path in zip(environments(world, cache), said, strict=True)]
+        ranks = [
+            Rank(each, str(path), first, draws) for each, path in zip(environments(world, cache), said, strict=True)
+        ]
         codes = run_workers(argv, ranks)
     return read_run(Path(orders["saving"]["folder"]), codes, said)
 

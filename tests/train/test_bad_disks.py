@@ -3,24 +3,27 @@ stands stays, and whoever asked is told."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forking import Forked, Kill, Server, checkpoints_of, contents, small_plan
 from running import edit
 
 import patience
+import warm_desk
 from tightfit.cli import main
 from tightfit.runs.lock import LOCK, FolderLock, InUse
 from tightfit.runs.processes import this_host
@@ -55,22 +58,27 @@ def server() -> Server:
     return Server()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Server) -> Forked:
-    """Three steps on a good disk; the plan lies beside the run."""
-    return trained(tmp_path_factory.mktemp("plan"), request.param, server)
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Forked:
-    """The same on one rank."""
-    return trained(tmp_path_factory.mktemp("alone"), 1, server)
+def trained(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Callable[[int], Forked]:
+    """Three steps on a good disk, on so many ranks; the plan lies beside the run."""
+
+    @cache
+    def train(world: int) -> Forked:
+        ran = server.run(small_plan(tmp_path_factory.mktemp("plan"), world, steps=3), "--no-probe")
+        assert ran.codes == [0] * world, ran.stderr
+        return ran
+
+    return train
 
 
-def trained(folder: Path, world: int, server: Server) -> Forked:
-    ran = server.run(small_plan(folder, world, steps=3), "--no-probe")
-    assert ran.codes == [0] * world, ran.stderr
-    return ran
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, trained: Callable[[int], Forked]) -> Forked:
+    return trained(request.param)
+
+
+@pytest.fixture
+def alone(trained: Callable[[int], Forked]) -> Forked:
+    return trained(1)
 
 
 def start(reference: Forked, run: Path, server: Server, *, background: bool = False, **asked: object) -> Forked:
@@ -124,9 +132,16 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+TWO = pytest.mark.parametrize("reference", [pytest.param(1, marks=pytest.mark.slow), 2], indirect=True)
+"""What one rank does too."""
+ONE = pytest.mark.parametrize("reference", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
+"""What is the first rank's alone."""
+
+
 # --- full ----------------------------------------------------------------------------------------
 
 
+@TWO
 def test_too_small_a_disk_is_seen_before_the_save(reference: Forked, tmp_path: Path, server: Server) -> None:
     with small_disk(tmp_path / "disk", "32m") as disk:
         ran = start(reference, disk / "run", server)
@@ -153,8 +168,20 @@ def test_the_disk_of_the_checkpoints_is_the_one_that_counts(alone: Forked, tmp_p
         assert "it needs 0.07 GB" in ran.of("checkpoint_failed")[0]["text"]
 
 
-@pytest.mark.parametrize("left", [0, 24_576, 65_536, 122_880])
-@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+QUICKLY = {(1, False): (24_576, 122_880), (1, True): (0, 65_536), (2, False): (65_536,), (2, True): (24_576,)}
+"""By ranks and whether it saves in the background."""
+
+
+def filling(world: int) -> list[Any]:
+    """Every way in which a disk of so many ranks fills up; each place and each kind of save is met in `make test`."""
+    ways = itertools.product((False, True), (0, 24_576, 65_536, 122_880))
+    return [
+        pytest.param(world, background, left, marks=[] if left in QUICKLY[world, background] else [pytest.mark.slow])
+        for background, left in ways
+    ]
+
+
+@pytest.mark.parametrize(("reference", "background", "left"), [*filling(1), *filling(2)], indirect=["reference"])
 def test_a_disk_that_fills_up_in_the_middle_of_a_save(
     reference: Forked, tmp_path: Path, server: Server, left: int, background: bool
 ) -> None:
@@ -190,6 +217,7 @@ def test_events_go_out_when_there_is_room_again(alone: Forked, tmp_path: Path, s
 # --- not to be written to ------------------------------------------------------------------------
 
 
+@ONE
 def test_a_read_only_folder_stops_no_training(reference: Forked, tmp_path: Path, server: Server) -> None:
     """It goes on from what lies there, orphans included, which cannot be removed now."""
     run = tmp_path / "run"
@@ -207,6 +235,7 @@ def test_a_read_only_folder_stops_no_training(reference: Forked, tmp_path: Path,
     assert contents(checkpoints_of(run)[1]) == contents(checkpoints_of(reference.folder)[1])
 
 
+@TWO
 def test_a_run_in_a_read_only_folder_is_refused(reference: Forked, tmp_path: Path, server: Server) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -232,6 +261,7 @@ def test_a_line_that_was_not_finished_costs_no_other(tmp_path: Path) -> None:
 # --- held by another run -------------------------------------------------------------------------
 
 
+@TWO
 def test_a_worker_without_a_desk_is_told_who_holds_the_folder(
     reference: Forked, tmp_path: Path, server: Server
 ) -> None:
@@ -272,10 +302,11 @@ def test_two_at_once(alone: Forked, tmp_path: Path, server: Server, capsys: pyte
         wait_for(lambda: (run / "events.jsonl").exists() and '"step"' in (run / "events.jsonl").read_text())
         owner = json.loads((run / LOCK).read_text())
         sentence = f"{run} is in use by the run of process {owner['pid']} on {this_host()} since "
-        command = [sys.executable, "-m", "tightfit.train", str(plan / "worker.json")]
-        second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-        assert (second.returncode, second.stderr.count("\n")) == (2, 1), second.stderr
-        assert sentence in second.stderr
+        second = warm_desk.Process(str(plan / "worker.json"), worker=True)
+        _, said = second.communicate()
+        second.kill()
+        assert (second.returncode, said.count("\n")) == (2, 1), said
+        assert sentence in said
         assert main(["train", "--model", "tiny_llama", "--seq", "32", "--max-steps", "2", "--output", str(run)]) == 2
         assert sentence in capsys.readouterr().err
         assert names(run) == ["events.jsonl", LOCK]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+
+from warm import run_code
 
 SCATTERS = """
 import torch, torch.distributed as dist
@@ -31,8 +32,6 @@ assert gathered.tolist() == [1.0] * 6
 """
 
 
-def test_what_is_scattered_is_this_ranks_share_and_never_what_lay_in_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCATTERS], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_what_is_scattered_is_this_ranks_share_and_never_what_lay_in_memory(tmp_path: Path) -> None:
+    code, said = run_code(SCATTERS, tmp_path)
+    assert code == 0, said

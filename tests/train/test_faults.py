@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from warm import run_code
 
 import injected_faults
 from injected_faults import happen, read_faults
@@ -95,12 +94,6 @@ def test_numbers_that_are_none_flow_through_the_model_once(tmp_path: Path) -> No
     assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
 
 
-def in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 @pytest.mark.thorough
 def test_a_fault_in_the_middle_of_writing_comes_after_bytes_are_on_the_disk(tmp_path: Path) -> None:
     code = (
@@ -111,7 +104,7 @@ def test_a_fault_in_the_middle_of_writing_comes_after_bytes_are_on_the_disk(tmp_
         "faults.at('save', 4)\n"
         "disk.write_text(Path(sys.argv[1]) / 'during', 'x')\n"
     )
-    assert in_a_process(code, tmp_path).returncode == -signal.SIGKILL
+    assert run_code(code, tmp_path, str(tmp_path))[0] == -signal.SIGKILL
     assert (tmp_path / "before").read_text() == (tmp_path / "during").read_text() == "x"
 
 

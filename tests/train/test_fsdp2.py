@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 import pytest
+from plain import write_examples
 from running import run_ranks, write_plan
 from small_models import config_of
 
@@ -50,11 +51,12 @@ build.recompute = observed
     ("family", "read"), [("olmo2", ["torch.bfloat16", "torch.float32"]), ("mamba", ["torch.float32"])]
 )
 def test_layers_that_read_fp32_train_and_recompute(tmp_path: Path, family: str, read: list[str]) -> None:
-    config_of(family, num_hidden_layers=4).save_pretrained(tmp_path / "shape")
-    flags = {"model": str(tmp_path / "shape"), "seq": 64, "effective_batch": 4, "max_steps": 2, "data": "shipped:text"}
-    plan = write_plan(tmp_path / "plan", 2, **flags, engine="fsdp2", checkpointing="layers:3", precision="bf16")
+    config_of(family, num_hidden_layers=3).save_pretrained(tmp_path / "shape")
+    data = write_examples(tmp_path / "examples.jsonl")
+    flags = {"model": str(tmp_path / "shape"), "seq": 64, "effective_batch": 2, "max_steps": 2, "data": str(data)}
+    plan = write_plan(tmp_path / "plan", 2, **flags, engine="fsdp2", checkpointing="layers:2", precision="bf16")
     seen = tmp_path / "seen.json"
-    ran = run_ranks(plan, first=CASTS_ONLY_FORWARD + SEES.format(path=str(seen)))
+    ran = run_ranks(plan, "--no-probe", first=CASTS_ONLY_FORWARD + SEES.format(path=str(seen)))
     assert ran.codes == [0, 0], ran.stderr[0][-3000:]
     assert len(ran.losses) == 2
     assert json.loads(seen.read_text()) == read

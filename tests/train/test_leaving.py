@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from running import run_ranks, write_plan
 
+import warm_desk
+
 pytestmark = pytest.mark.thorough
 
 SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2, "engine": "fsdp2"}
@@ -31,10 +33,12 @@ def test_a_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "events.jsonl").symlink_to("/dev/full")
+    worker = warm_desk.Process(str(plan / "worker.json"), worker=True)
+    _, said = worker.communicate()
+    worker.kill()
+    assert (worker.returncode, said.count("\n")) == (2, 1), said
+    assert "the disk is full: make room" in said
     command = [sys.executable, "-m", "tightfit.train", str(plan / "worker.json")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "the disk is full: make room" in done.stderr
     with Path("/dev/full").open("w") as log:
         silent = subprocess.run(command, check=False, stdout=log, stderr=log, timeout=100)
     assert silent.returncode == 2

@@ -2,7 +2,7 @@
 
 Two CPU ranks, the same engine and number of ranks before and after; another engine or number is test_crossing's. The
 first run goes to its end and keeps a checkpoint of the middle; the second finds that one alone. Dropout is on where
-adapters train, so random numbers count too, and the largest batch is tried first in both.
+adapters train, so random numbers count too. The largest batch is tried first in the second alone, and leaves nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from plain import write_examples
 from running import Ran, edit, run_ranks, write_plan
 
 pytestmark = pytest.mark.thorough
 
-STEPS, MIDDLE = 5, 2
+STEPS, MIDDLE = 4, 2
 FULL: dict[str, Any] = {
     "model": "tiny_llama",
     "precision": "bf16",
@@ -73,22 +72,22 @@ def write(folder: Path, **flags: Any) -> Path:
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in QUICKLY else [pytest.mark.slow]) for way in WAYS])
 def test_losses_go_on_bit_for_bit(tmp_path: Path, way: str) -> None:
     plan = write(tmp_path, **WAYS[way])
-    whole = run_well(plan)
+    whole = run_well(plan, "--no-probe")
+    if way == "fsdp2":
+        the_end_that_was_cut_off(plan, whole)
     cut_off(whole.folder, MIDDLE)
     rest = run_well(plan)
     assert rest.of("resumed")[0]["step"] == MIDDLE
-    assert [each["step"] for each in rest.of("step")] == [3, 4, 5]
+    assert [each["step"] for each in rest.of("step")] == [*range(MIDDLE + 1, STEPS + 1)]
     assert rest.losses == whole.losses[MIDDLE:]
     assert whole.losses[-1] < whole.losses[0] - 0.05
 
 
-def test_the_end_of_a_run_that_was_cut_off_there(tmp_path: Path) -> None:
+def the_end_that_was_cut_off(plan: Path, whole: Ran) -> None:
     """All steps are done and saved, and only the model is missing."""
-    plan = write(tmp_path, engine="fsdp2")
-    whole = run_well(plan)
     before = (whole.folder / "model" / "model.safetensors").read_bytes()
     cut_off(whole.folder, STEPS)
-    rest = run_well(plan)
+    rest = run_well(plan, "--no-probe")
     assert rest.of("step") == []
     assert (rest.folder / "model" / "model.safetensors").read_bytes() == before
     cut_off(whole.folder, STEPS)
@@ -96,27 +95,5 @@ def test_the_end_of_a_run_that_was_cut_off_there(tmp_path: Path) -> None:
     assert fewer.codes == [2, 2]
     assert f"is {STEPS} steps into the training, and the job ends after {STEPS - 1}" in "\n".join(fewer.stderr)
     assert not [each for each in fewer.of("progress") if each["what"] == "weights"], "said before anything is loaded"
-
-
-def test_a_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
-    """As it lies, it loads with plain transformers and gives the logits of the model that was saved at the end."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    ran = run_well(write(tmp_path, engine="zero3"))
-    ids = torch.arange(24).view(1, -1)
-    last, model = ran.folder / "checkpoints" / f"step-{STEPS:08d}", ran.folder / "model"
-    logits = []
-    for folder in (last, model):
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        logits.append(loaded(ids).logits)
-    assert torch.equal(*logits)
-    assert AutoTokenizer.from_pretrained(last).encode("a word")
-
-
-def test_an_adapters_checkpoint_is_pefts(tmp_path: Path) -> None:
-    ran = run_well(write(tmp_path, engine="zero2", method="lora"))
-    last = ran.folder / "checkpoints" / f"step-{STEPS:08d}"
-    assert (last / "adapter_config.json").exists()
-    assert not (last / "model.safetensors").exists()
-    saved, model = (folder / "adapter_model.safetensors" for folder in (last, ran.folder / "model"))
-    assert saved.read_bytes() == model.read_bytes()
+    edit(plan, training__max_steps=STEPS)
+    (whole.folder / "model").mkdir()

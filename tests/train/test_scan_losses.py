@@ -14,7 +14,7 @@ import pytest
 from running import run_ranks, write_plan
 from small_models import config_of
 
-STEPS = 30
+STEPS = 12
 ROUNDING = 2 * STEPS * 2.0**-24
 LEARNT = 1.0
 """How far the loss must fall, or equal losses would say nothing."""
@@ -22,12 +22,12 @@ LEARNT = 1.0
 FLAGS: dict[str, Any] = {
     "data": "shipped:text",
     "precision": "fp32",
-    "engine": "zero2",
+    "engine": "zero1",
     "seq": 64,
     "micro_batch": 2,
     "effective_batch": 4,
     "max_steps": STEPS,
-    "learning_rate": 1e-3,
+    "learning_rate": 5e-3,
 }
 
 
@@ -37,8 +37,8 @@ def losses(folder: Path, family: str, scan: str) -> list[float]:
     if family != "mamba":
         model = str(folder / "shape")
         config_of(family, tie_word_embeddings=True).save_pretrained(model)
-    ran = run_ranks(write_plan(folder, 2, model=model, scan=scan, **FLAGS))
-    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+    ran = run_ranks(write_plan(folder, 1, model=model, scan=scan, **FLAGS), "--no-probe")
+    assert ran.codes == [0], "\n".join(ran.stderr)
     return ran.losses
 
 

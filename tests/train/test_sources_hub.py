@@ -29,25 +29,29 @@ def cached(home: Path, name: str, files: tuple[str, ...]) -> Path:
     return folder
 
 
-def asked(source: str, **environment: str) -> tuple[str, str]:
-    """The answer, or the error, of a process of its own: huggingface_hub reads its environment when it is loaded."""
-    script = (
-        "import sys\n"
-        "from tightfit.train.sources_hub import find_weights\n"
-        "from tightfit.types import ModelError\n"
-        "told = []\n"
-        "try:\n    folder = find_weights(sys.argv[1], progress=lambda *event: told.append(event))\n"
-        "    last = [f'told {what} {done} of {total}' for what, done, total in told[-1:]]\n"
-        "    print('found', folder, *last)\n"
-        "except ModelError as error:\n    print('error', error)\n"
-    )
+SCRIPT = """
+import sys
+from tightfit.train.sources_hub import find_weights
+from tightfit.types import ModelError
+for source in sys.argv[1:]:
+    told = []
+    try:
+        folder = find_weights(source, progress=lambda *event: told.append(event))
+        print('found', folder, *(f'told {what} {done} of {total}' for what, done, total in told[-1:]))
+    except ModelError as error:
+        print('error', error)
+"""
+
+
+def asked(*sources: str, **environment: str) -> list[tuple[str, str]]:
+    """Answers or errors, of a process of its own: huggingface_hub reads its environment when it is loaded."""
     plain = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", script, source], capture_output=True, text=True, env=plain | environment, check=True
+        [sys.executable, "-c", SCRIPT, *sources], capture_output=True, text=True, env=plain | environment, check=True
     )
-    kind, _, text = done.stdout.strip().partition(" ")
-    assert "\n" not in text
-    return kind, text
+    said = done.stdout.splitlines()
+    assert len(said) == len(sources)
+    return [(kind, text) for kind, _, text in (line.partition(" ") for line in said)]
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -65,39 +69,25 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         find_weights(str(tmp_path / "model.safetensors"))
 
 
-def test_the_cache_answers_without_a_network(tmp_path: Path) -> None:
-    folder = cached(tmp_path, "some/model", ("config.json", "model.safetensors", "tokenizer.json"))
-    assert asked("some/model", HF_HOME=str(tmp_path)) == ("found", str(folder))
-
-
-def test_a_cached_config_alone_is_not_enough(tmp_path: Path) -> None:
-    cached(tmp_path, "some/model", ("config.json",))
-    kind, text = asked("some/model", HF_HOME=str(tmp_path))
-    assert kind == "error"
-    assert "not in the Hugging Face cache" in text
-
-
-def test_a_cached_model_that_lacks_a_shard_is_not_enough(tmp_path: Path) -> None:
-    folder = cached(tmp_path, "some/model", ("config.json", "model-00001-of-00002.safetensors"))
+def test_what_the_cache_answers_without_a_network(tmp_path: Path) -> None:
+    whole = cached(tmp_path, "whole/model", ("config.json", "model.safetensors", "tokenizer.json"))
+    cached(tmp_path, "config/alone", ("config.json",))
+    folder = cached(tmp_path, "lacks/shard", ("config.json", "model-00001-of-00002.safetensors"))
     index = '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
     (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    assert asked("some/model", HF_HOME=str(tmp_path))[0] == "error"
+    sources = ("whole/model", "config/alone", "lacks/shard", "not an id!", "modelscope:some/model")
+    found, alone, lacks, no_id, no_modelscope = asked(*sources, HF_HOME=str(tmp_path))
+    assert found == ("found", str(whole))
+    assert (alone[0], "not in the Hugging Face cache" in alone[1]) == ("error", True)
+    assert lacks[0] == "error"
+    assert (no_id[0], "is no folder and no Hugging Face id" in no_id[1]) == ("error", True)
+    assert (no_modelscope[0], "pip install modelscope" in no_modelscope[1]) == ("error", True)
 
 
 def test_no_network_is_one_sentence(tmp_path: Path) -> None:
-    kind, text = asked("some/model", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    ((kind, text),) = asked("some/model", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
     assert kind == "error"
     assert "could not be fetched from Hugging Face" in text
-
-
-def test_a_word_that_is_no_id(tmp_path: Path) -> None:
-    kind, text = asked("not an id!", HF_HOME=str(tmp_path))
-    assert (kind, "is no folder and no Hugging Face id" in text) == ("error", True)
-
-
-def test_modelscope_is_named_where_it_is_missing(tmp_path: Path) -> None:
-    kind, text = asked("modelscope:some/model", HF_HOME=str(tmp_path))
-    assert (kind, "pip install modelscope" in text) == ("error", True)
 
 
 MODELSCOPE = """
@@ -109,12 +99,12 @@ def snapshot_download(model_id, allow_patterns=None):
 """
 
 
-@pytest.mark.parametrize("word", ["modelscope:some/model", "some/model"])
-def test_modelscope_is_asked_where_hugging_face_has_no_answer(tmp_path: Path, word: str) -> None:
+def test_modelscope_is_asked_where_hugging_face_has_no_answer(tmp_path: Path) -> None:
     # The package is not among what is installed for tests: this one has its one function.
     (tmp_path / "modelscope.py").write_text(MODELSCOPE.format(folder=str(tmp_path)), encoding="utf-8")
-    assert asked(word, HF_HOME=str(tmp_path), PYTHONPATH=str(tmp_path)) == ("found", str(tmp_path))
-    kind, text = asked("other/model", HF_HOME=str(tmp_path), PYTHONPATH=str(tmp_path))
+    sources = ("modelscope:some/model", "some/model", "other/model")
+    by_name, without, (kind, text) = asked(*sources, HF_HOME=str(tmp_path), PYTHONPATH=str(tmp_path))
+    assert by_name == without == ("found", str(tmp_path))
     assert kind == "error"
     assert "could not be fetched from ModelScope (no such model; Hugging Face:" in text
 
@@ -167,8 +157,8 @@ def test_a_mirror_is_fetched_from_and_tells_how_far_it_is(tmp_path: Path) -> Non
     endpoint = f"http://127.0.0.1:{server.server_port}"
     try:
         online = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
-        kind, text = asked("some/model", **online)
-        assert (kind, asked("some/missing", **online)[0]) == ("found", "error")
+        (kind, text), (missing, _) = asked("some/model", "some/missing", **online)
+        assert (kind, missing) == ("found", "error")
     finally:
         server.shutdown()
         server.server_close()
@@ -177,4 +167,4 @@ def test_a_mirror_is_fetched_from_and_tells_how_far_it_is(tmp_path: Path) -> Non
     assert (folder / "model.safetensors").stat().st_size == 200_000
     total = sum(len(data) for file, data in FILES.items() if not file.endswith(".bin"))
     assert text.endswith(f"told fetching some/model {total} of {total}")
-    assert asked("some/model", HF_HOME=str(tmp_path)) == ("found", str(folder))
+    assert asked("some/model", HF_HOME=str(tmp_path)) == [("found", str(folder))]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import edit, run_ranks, write_plan
+from running import Ran, edit, run_ranks, write_plan
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,13 +18,10 @@ pytestmark = pytest.mark.thorough
 SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2, "data": "shipped:text"}
 
 
-def alone(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json")]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
-
-
 def test_a_plan_for_two_ranks_is_not_started_alone(tmp_path: Path) -> None:
-    done = alone(write_plan(tmp_path, 2, **SMALL, engine="zero2"))
+    folder = write_plan(tmp_path, 2, **SMALL, engine="zero2")
+    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "2 ranks and this is a single process" in done.stderr
@@ -33,9 +30,9 @@ def test_a_plan_for_two_ranks_is_not_started_alone(tmp_path: Path) -> None:
 
 def test_an_unknown_schema_is_one_sentence(tmp_path: Path) -> None:
     folder = edit(write_plan(tmp_path, 1, **SMALL, engine="zero1"), schema=99)
-    done = alone(folder)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "schema 99" in done.stderr
+    done = run_ranks(folder)
+    assert (done.codes, done.stderr[0].count("\n")) == ([2], 1)
+    assert "schema 99" in done.stderr[0]
 
 
 def test_bad_data_is_said_once_and_every_rank_leaves(tmp_path: Path) -> None:
@@ -51,26 +48,19 @@ def test_bad_data_is_said_once_and_every_rank_leaves(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize("engine", [pytest.param("zero2", marks=pytest.mark.slow), "zero3", "fsdp2"])
-def test_the_saved_folder_is_the_trained_model(tmp_path: Path, engine: str) -> None:
-    """Plain transformers loads it, on the same words it gives the last evaluation's loss, and it speaks."""
-    folder = edit(write_plan(tmp_path, 2, **SMALL, engine=engine, precision="fp32"), evaluation__split=0.02)
-    ran = run_ranks(folder)
+@pytest.mark.parametrize(
+    "engine", ["zero3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero2", "fsdp2"))]
+)
+def test_a_training_proves_its_plan_and_leaves_the_model(tmp_path: Path, engine: str) -> None:
+    flags = {**SMALL, "engine": engine, "precision": "fp32", "checkpointing": "layers:3", "micro_batch": 1}
+    ran = run_ranks(edit(write_plan(tmp_path, 2, **flags), evaluation__split=0.02), draws=True)
     assert ran.codes == [0, 0], "\n".join(ran.stderr)
-    model = AutoModelForCausalLM.from_pretrained(ran.folder / "model", dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(ran.folder / "model")
-    assert sum(p.numel() for p in model.parameters()) == 853_120
-    assert model.dtype == torch.float32
-    asked = tokenizer("Once", return_tensors="pt")
-    assert model.generate(**asked, max_new_tokens=4, do_sample=False).shape[1] > asked["input_ids"].shape[1]
-    assert ran.of("eval")[-1]["loss"] == pytest.approx(ran.losses[-1], abs=0.5)
-    saved = load_file(ran.folder / "model" / "model.safetensors")
-    assert "lm_head.weight" not in saved, "a tied head is stored once"
+    every_claim_of_the_plan_is_proved(ran)
+    the_saved_folder_is_the_trained_model(ran)
+    a_checkpoint_is_a_hugging_face_folder(ran)
 
 
-def test_every_claim_of_the_plan_is_proved(tmp_path: Path) -> None:
-    ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine="zero3", checkpointing="layers:3", micro_batch=1))
-    assert ran.codes == [0, 0], "\n".join(ran.stderr)
+def every_claim_of_the_plan_is_proved(ran: Ran) -> None:
     proofs = {each["name"]: each for each in ran.of("proof")}
     assert set(proofs) == {"world", "parameters", "precision", "weights", "optimizer", "checkpointing"}
     assert all(each["ok"] for each in proofs.values())
@@ -84,6 +74,27 @@ def test_every_claim_of_the_plan_is_proved(tmp_path: Path) -> None:
     assert (last["event"], last["reason"]) == ("end", "finished")
     for name in ("loss", "grad_norm", "tokens_per_s", "step_s", "seconds_left", "epoch", "memory"):
         assert ran.of("step")[0][name] is not None
+
+
+def the_saved_folder_is_the_trained_model(ran: Ran) -> None:
+    """Plain transformers loads it, on the same words it gives the last evaluation's loss, and it speaks."""
+    model = AutoModelForCausalLM.from_pretrained(ran.folder / "model", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(ran.folder / "model")
+    assert sum(p.numel() for p in model.parameters()) == 853_120
+    assert model.dtype == torch.float32
+    asked = tokenizer("Once", return_tensors="pt")
+    assert model.generate(**asked, max_new_tokens=4, do_sample=False).shape[1] > asked["input_ids"].shape[1]
+    assert ran.of("eval")[-1]["loss"] == pytest.approx(ran.losses[-1], abs=0.5)
+    saved = load_file(ran.folder / "model" / "model.safetensors")
+    assert "lm_head.weight" not in saved, "a tied head is stored once"
+
+
+def a_checkpoint_is_a_hugging_face_folder(ran: Ran) -> None:
+    """As it lies, it loads with plain transformers and gives the logits of the model that was saved at the end."""
+    last, ids = ran.folder / "checkpoints" / "step-00000002", torch.arange(24).view(1, -1)
+    loaded = [AutoModelForCausalLM.from_pretrained(each, dtype="auto") for each in (last, ran.folder / "model")]
+    assert torch.equal(*(model(ids).logits for model in loaded))
+    assert AutoTokenizer.from_pretrained(last).encode("a word")
 
 
 def test_a_plan_that_is_not_what_runs_is_refused(tmp_path: Path) -> None:
@@ -101,7 +112,10 @@ def test_a_plan_that_is_not_what_runs_is_refused(tmp_path: Path) -> None:
 UNCAST = "from tightfit.train import build\nbuild.cast_meta = lambda *_: None"
 
 
-@pytest.mark.parametrize(("engine", "planned"), [("zero1", "fp32"), ("zero3", "fp32"), ("fsdp2", "bf16")])
+@pytest.mark.parametrize(
+    ("engine", "planned"),
+    [pytest.param("zero1", "fp32", marks=pytest.mark.slow), ("zero3", "fp32"), ("fsdp2", "bf16")],
+)
 def test_another_precision_than_planned_is_refused(tmp_path: Path, engine: str, planned: str) -> None:
     """DeepSpeed's file says another than the plan, or FSDP2 is given a model that rests in 16 bits."""
     folder = write_plan(tmp_path, 2, **{**SMALL, "precision": planned}, engine=engine)
@@ -115,7 +129,9 @@ def test_another_precision_than_planned_is_refused(tmp_path: Path, engine: str, 
     assert not ran.of("step")
 
 
-@pytest.mark.parametrize("engine", ["zero0", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "engine", ["zero0", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zero2", "fsdp2")), "zero3"]
+)
 def test_fp32_is_fp32_on_a_processor_without_fp16(tmp_path: Path, engine: str) -> None:
     """`zero.Init` would build a model in bf16 there, whatever dtype it is given."""
     ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine=engine, precision="fp32"), "--no-probe", fp16=False)
@@ -135,7 +151,7 @@ LlamaRMSNorm.__init__ = make
 """
 
 
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+@pytest.mark.parametrize("engine", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_a_weight_of_another_precision_is_repaired_and_named(tmp_path: Path, engine: str) -> None:
     ran = run_ranks(write_plan(tmp_path, 2, **SMALL, engine=engine), "--no-probe", first=WIDE_NORM)
     assert ran.codes == [0, 0], "\n".join(ran.stderr)
@@ -149,23 +165,28 @@ def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     from peft import PeftModel
 
     base = tmp_path / "base"
-    made = run_ranks(write_plan(tmp_path / "full", 1, **SMALL, engine="zero1", precision="fp32"))
+    made = run_ranks(write_plan(tmp_path / "full", 1, **{**SMALL, "max_steps": 1}, engine="zero1"), "--no-probe")
     (made.folder / "model").rename(base)
     flags = {**SMALL, "model": str(base), "method": "lora", "engine": "zero3", "precision": "fp32"}
     ran = run_ranks(write_plan(tmp_path / "lora", 2, **flags))
     assert ran.codes == [0, 0], "\n".join(ran.stderr)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ran.folder / "model")
-    changed = [name for name, value in model.named_parameters() if "lora_B" in name and value.abs().max() > 0]
+    tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ran.folder / "model")
+    changed = [name for name, value in tuned.named_parameters() if "lora_B" in name and value.abs().max() > 0]
     assert changed, "the adapter has learnt nothing"
     config = json.loads((ran.folder / "model" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base)
+    last = ran.folder / "checkpoints" / "step-00000002"
+    assert (last / "adapter_config.json").exists()
+    assert not (last / "model.safetensors").exists()
+    saved, model = (folder / "adapter_model.safetensors" for folder in (last, ran.folder / "model"))
+    assert saved.read_bytes() == model.read_bytes()
 
 
 def test_a_finished_run_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
-    done = alone(write_plan(tmp_path, 1, **SMALL, engine="fsdp2"))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "holds a finished run" in done.stderr
+    done = run_ranks(write_plan(tmp_path, 1, **SMALL, engine="fsdp2"))
+    assert (done.codes, done.stderr[0].count("\n")) == ([2], 1)
+    assert "holds a finished run" in done.stderr[0]
 
 
 def test_the_time_limit_stops_and_saves(tmp_path: Path) -> None:

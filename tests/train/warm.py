@@ -47,10 +47,25 @@ class Rank:
     """The file that takes its standard error."""
     first: str = ""
     """Python that the child executes before the worker begins."""
+    draws: bool = False
+    """Also the pictures at the end."""
 
 
 def run_workers(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
-    """The exit codes of the ranks, once all have ended."""
+    """The exit codes of the ranks, once all have ended. Several train while no others do."""
+    with warm_desk.turn.taken(len(ranks) > 1):
+        return _run(argv, ranks)
+
+
+def run_code(code: str, folder: Path, *words: str) -> tuple[int, str]:
+    """Python as `python -c` has it, in a child that has everything loaded: its exit code, and all that it said."""
+    said = folder / "said"
+    first = f"import sys\nsys.argv = {['-c', *words]!r}\nsys.stdout = sys.stderr\n{code}\nsys.exit()"
+    (ended,) = _run([], [Rank(dict(os.environ), str(said), first)])
+    return ended, said.read_text()
+
+
+def _run(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
     server, common = warm_desk.server(ranks=True), {"words": list(argv), "cwd": str(Path.cwd()), "worker": True}
     children: list[int] = [server.ask({**common, **asdict(rank)}) for rank in ranks]
     codes: dict[int, int] = {}

@@ -50,10 +50,25 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="session")
+def kept_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For data that several tests look at and none changes."""
+    return tmp_path_factory.mktemp("kept")
+
+
 @pytest.fixture
 def built(cache: Path) -> Callable[..., Split]:
     """Prepare and open in one."""
+    return builds_in(cache)
 
+
+@pytest.fixture(scope="session")
+def kept(kept_cache: Path) -> Callable[..., Split]:
+    """The same, in the cache that is kept."""
+    return builds_in(kept_cache)
+
+
+def builds_in(cache: Path) -> Callable[..., Split]:
     def build(spec: DataSpec, tokenizer: Any, told: Told | None = None) -> Split:
         said: Told = [] if told is None else told
         prepare(spec, tokenizer, cache, lambda *what: said.append(what))
@@ -62,12 +77,12 @@ def built(cache: Path) -> Callable[..., Split]:
     return build
 
 
-@pytest.fixture
-def counted(cache: Path) -> Callable[..., dict[str, Any]]:
+@pytest.fixture(scope="session")
+def counted(kept_cache: Path) -> Callable[..., dict[str, Any]]:
     """What the store of a data set says that it was made from."""
 
     def read(spec: DataSpec, tokenizer: Any) -> dict[str, Any]:
-        return read_manifest(identify(spec, codec_of(tokenizer, spec.template), cache).folder)
+        return read_manifest(identify(spec, codec_of(tokenizer, spec.template), kept_cache).folder)
 
     return read
 

@@ -142,25 +142,35 @@ def test_several_processes_make_the_same_bytes(tmp_path: Path, monkeypatch: pyte
     assert folders[0] == folders[1]
 
 
-@pytest.mark.thorough
-def test_line_numbers_hold_over_pieces(built: Built, bytes_tokenizer: Any, tmp_path: Path) -> None:
-    from tightfit.types import ConfigError
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    """As large as a piece, and as what processes are started for, is in this test."""
+    monkeypatch.setattr("tightfit.train.data.cache.PIECE_BYTES", 2**16)
+    monkeypatch.setattr("tightfit.train.data.cache.ALONE_BYTES", 2**16)
+    return 2**16
 
+
+@pytest.mark.thorough
+def test_line_numbers_hold_over_pieces(built: Built, bytes_tokenizer: Any, tmp_path: Path, small_pieces: int) -> None:
     path = tmp_path / "big.jsonl"
     good = json.dumps({"text": "x" * 1000}) + "\n"
-    path.write_text(good * 6000 + "{\n" + good * 3000, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"line 6001 of .*big\.jsonl is not JSON"):
+    path.write_text(good * 100 + "{\n" + good * 50, encoding="utf-8")
+    assert len(good) * 100 > small_pieces
+    with pytest.raises(ConfigError, match=r"line 101 of .*big\.jsonl is not JSON"):
         built(DataSpec(path=str(path), sequence=2048), bytes_tokenizer)
 
 
 @pytest.mark.thorough
-def test_a_text_over_many_pieces_is_one_document(built: Built, bytes_tokenizer: Any, tmp_path: Path) -> None:
-    path = big_text(tmp_path / "big.txt", 5)
+def test_a_text_over_many_pieces_is_one_document(
+    built: Built, bytes_tokenizer: Any, tmp_path: Path, small_pieces: int
+) -> None:
+    path = big_text(tmp_path / "big.txt", 0)
+    assert path.stat().st_size > small_pieces
     train = built(DataSpec(path=str(path), sequence=1000), bytes_tokenizer).train
     text = path.read_bytes()
     assert int(np.sum(train.lengths)) == len(text) + 1
     assert set(train.lengths[:-1].tolist()) == {1000}
-    at = 4 * 2**20 // 1000  # the sample over the border of two pieces
+    at = small_pieces // 1000  # the sample over the border of two pieces
     assert bytes_tokenizer.decode(train[at].ids) == text[at * 1000 : (at + 1) * 1000].decode(errors="replace")
 
 
@@ -212,7 +222,7 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path: Path) -> No
 
 @pytest.mark.thorough
 def test_two_builders_do_the_work_once(tmp_path: Path) -> None:
-    data = big_text(tmp_path / "big.txt", 5)
+    data = big_text(tmp_path / "big.txt", 0)
     both = [builder(tmp_path, data) for _ in range(2)]
     outs = [each.communicate(timeout=300) for each in both]
     assert [each.returncode for each in both] == [0, 0], outs

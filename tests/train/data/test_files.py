@@ -70,11 +70,11 @@ def test_a_folder_may_mix_text_and_chats(built: Built, bytes_tokenizer: Any, tmp
 
 
 def test_long_texts_in_lines_are_cut_into_samples(
-    built: Built, counted: Counted, words_tokenizer: Any, lines: Lines
+    kept: Built, counted: Counted, words_tokenizer: Any, lines: Lines
 ) -> None:
     long = "The bear sat under a tree. " * 30
     spec = DataSpec(path=lines({"text": long}, {"text": "A fox."}), sequence=50)
-    train = built(spec, words_tokenizer).train
+    train = kept(spec, words_tokenizer).train
     whole = [*words_tokenizer(long)["input_ids"], words_tokenizer.eos_token_id]
     count = -(-len(whole) // 50)
     assert np.concatenate([train[at].ids for at in range(count)]).tolist() == whole
@@ -145,12 +145,12 @@ def test_conversations_of_role_and_content(built: Built, bytes_tokenizer: Any, l
 
 @pytest.mark.parametrize(("overlong", "count"), [("cut", 3), ("skip", 2)])
 def test_chats_that_are_too_long(
-    built: Built, counted: Counted, bytes_tokenizer: Any, lines: Lines, overlong: Any, count: int
+    kept: Built, counted: Counted, bytes_tokenizer: Any, lines: Lines, overlong: Any, count: int
 ) -> None:
     short = {"instruction": "a", "output": "b"}
     path = lines(short, {"instruction": "a", "output": "b" * 300}, {"instruction": "a" * 300, "output": "b"}, short)
     spec = DataSpec(path=path, overlong=overlong, sequence=128)
-    train = built(spec, bytes_tokenizer).train
+    train = kept(spec, bytes_tokenizer).train
     assert len(train) == count
     counts = counted(spec, bytes_tokenizer)
     assert (counts["cut"], counts["skipped"]) == ((1, 1) if overlong == "cut" else (0, 2))

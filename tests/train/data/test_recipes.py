@@ -60,9 +60,9 @@ def test_the_shipped_dialogues() -> None:
     assert sum(bool(record["fields"]["history"]) for record in records) > len(records) / 2
 
 
-def test_the_dialogues_by_their_own_name_use_the_shipped_recipe(built: Built, bytes_tokenizer: Any) -> None:
-    by_path = built(DataSpec(path="shipped:dialogues", sequence=1024), bytes_tokenizer).train
-    assert by_path.fingerprint == built(PERSONA, bytes_tokenizer).train.fingerprint
+def test_the_dialogues_by_their_own_name_use_the_shipped_recipe(kept: Built, bytes_tokenizer: Any) -> None:
+    by_path = kept(DataSpec(path="shipped:dialogues", sequence=1024), bytes_tokenizer).train
+    assert by_path.fingerprint == kept(PERSONA, bytes_tokenizer).train.fingerprint
 
 
 # --- ablations ------------------------------------------------------------------------------------
@@ -78,16 +78,16 @@ ARMS = (
 )
 
 
-def test_an_ablation_of_the_shipped_dialogues_is_one_of_the_shipped_recipe(built: Built, bytes_tokenizer: Any) -> None:
+def test_an_ablation_of_the_shipped_dialogues_is_one_of_the_shipped_recipe(kept: Built, bytes_tokenizer: Any) -> None:
     short = DataSpec(path="shipped:dialogues", ablation="profile_and_history", sequence=1024)
     spelt_out = DataSpec(recipe="shipped:persona", ablation="profile_and_history", sequence=1024)
-    assert built(short, bytes_tokenizer).train.fingerprint == built(spelt_out, bytes_tokenizer).train.fingerprint
+    assert kept(short, bytes_tokenizer).train.fingerprint == kept(spelt_out, bytes_tokenizer).train.fingerprint
 
 
-def test_ablations_change_prompts_and_nothing_else(built: Built, counted: Counted, bytes_tokenizer: Any) -> None:
+def test_ablations_change_prompts_and_nothing_else(kept: Built, counted: Counted, bytes_tokenizer: Any) -> None:
     arms = {}
     for name in ARMS:
-        split = built(replace(PERSONA, ablation=name, evaluation_split=0.1), bytes_tokenizer)
+        split = kept(replace(PERSONA, ablation=name, evaluation_split=0.1), bytes_tokenizer)
         assert split.held is not None
         arms[name] = (split.train, split.held)
     first = [answers(part, bytes_tokenizer) for part in arms[None]]
@@ -96,9 +96,9 @@ def test_ablations_change_prompts_and_nothing_else(built: Built, counted: Counte
     assert len({counted(replace(PERSONA, ablation=name), bytes_tokenizer)["targets"] for name in ARMS}) == 1
 
 
-def test_what_each_ablation_shows(built: Built, bytes_tokenizer: Any) -> None:
+def test_what_each_ablation_shows(kept: Built, bytes_tokenizer: Any) -> None:
     def second(name: str | None) -> str:
-        return prompts(built(replace(PERSONA, ablation=name), bytes_tokenizer).train, bytes_tokenizer)[5]
+        return prompts(kept(replace(PERSONA, ablation=name), bytes_tokenizer).train, bytes_tokenizer)[5]
 
     whole = second(None)
     assert "You are Mara, talking to Lin.\nI bake bread" in whole
@@ -135,10 +135,10 @@ def test_arms_with_other_answers_are_refused(built: Built, bytes_tokenizer: Any,
 
 
 @pytest.mark.parametrize("sequence", [200, 260, 400])
-def test_prompts_give_way_and_answers_stay(built: Built, counted: Counted, bytes_tokenizer: Any, sequence: int) -> None:
-    whole = answers(built(PERSONA, bytes_tokenizer).train, bytes_tokenizer)
+def test_prompts_give_way_and_answers_stay(kept: Built, counted: Counted, bytes_tokenizer: Any, sequence: int) -> None:
+    whole = answers(kept(PERSONA, bytes_tokenizer).train, bytes_tokenizer)
     spec = replace(PERSONA, sequence=sequence)
-    train = built(spec, bytes_tokenizer).train
+    train = kept(spec, bytes_tokenizer).train
     assert train.lengths.max() <= sequence
     assert answers(train, bytes_tokenizer) == whole
     counts = counted(spec, bytes_tokenizer)
@@ -148,15 +148,15 @@ def test_prompts_give_way_and_answers_stay(built: Built, counted: Counted, bytes
     assert lost["history"] > lost["context"]
 
 
-def test_answers_too_long_are_cut_alike_in_every_arm(built: Built, counted: Counted, bytes_tokenizer: Any) -> None:
+def test_answers_too_long_are_cut_alike_in_every_arm(kept: Built, counted: Counted, bytes_tokenizer: Any) -> None:
     assert ARMS[0] is None
     short = replace(PERSONA, sequence=110)
-    cut = [built(replace(short, ablation=name), bytes_tokenizer).train for name in ARMS]
+    cut = [kept(replace(short, ablation=name), bytes_tokenizer).train for name in ARMS]
     count = counted(short, bytes_tokenizer)["cut"]
     assert count > 0
     assert len({tuple(answers(train, bytes_tokenizer)) for train in cut}) == 1
     short = replace(short, overlong="skip")
-    skipped = [built(replace(short, ablation=name), bytes_tokenizer).train for name in ARMS]
+    skipped = [kept(replace(short, ablation=name), bytes_tokenizer).train for name in ARMS[::3]]
     assert counted(short, bytes_tokenizer)["skipped"] == count
     assert len({tuple(answers(train, bytes_tokenizer)) for train in skipped}) == 1
 
@@ -175,9 +175,9 @@ def test_a_budget_keeps_the_newest_lines_and_the_beginning_of_a_text(
     assert prompt.endswith("Assistant: done</s>\n")
 
 
-def test_gemma_takes_every_prompt(built: Built, words_tokenizer: Any) -> None:
+def test_gemma_takes_every_prompt(kept: Built, words_tokenizer: Any) -> None:
     spec = replace(PERSONA, template="gemma", ablation="profile_and_history", sequence=600)
-    first, *_ = prompts(built(spec, words_tokenizer).train, words_tokenizer)
+    first, *_ = prompts(kept(spec, words_tokenizer).train, words_tokenizer)
     assert first.startswith("<s><start_of_turn>user\nYou are Mara, talking to Otto.\nI bake bread")
 
 

@@ -44,10 +44,10 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
-from operator import add
+from operator import add, attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -73,6 +73,7 @@ FIELDS = ("profile", "traits", "scene", "history", "context")
 LOOK_BACK = 64  # talks among which one by other people is looked for
 TRIES = 24
 LAST = 10**9
+_counted = attrgetter("examples", "tokens", "lost", "cut", "dropped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,7 +491,7 @@ def add_sections(sums: dict[str, SectionCount], more: Iterable[SectionCount]) ->
     """Count these to what was counted before, by field."""
     for each in more:
         before = sums.get(each.field, SectionCount(each.field))
-        sums[each.field] = SectionCount(each.field, *map(add, astuple(before)[1:], astuple(each)[1:]))
+        sums[each.field] = SectionCount(each.field, *map(add, _counted(before), _counted(each)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
