@@ -394,15 +394,7 @@ class Forking(subprocess.Popen):
             subprocess.Popen = Forking.__bases__[0]
             take_environment(dict(os.environ) if env is None else env)
             os.chdir(cwd or Path.cwd())
-<<<<<<< HEAD
             return main()
-=======
-            sys.argv = list(args[2:])
-            draw_nothing()
-            from tightfit.train.__main__ import main
-
-            return main(args[3:])
->>>>>>> e1a95ad (Trainings of several ranks take turns, draw no pictures unless asked, and show several things each)
 
         self.pid = fork(work)
         self._child_created = True
@@ -427,6 +419,7 @@ GUARD = "tightfit.runs.processes"
 
 def train(words: list[str]) -> int | str | None:
     sys.argv = words
+    draw_nothing()
     from tightfit.train.__main__ import main
 
     return main(words[1:])

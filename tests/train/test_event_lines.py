@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from warm import run_code
 
+import warm_desk
 from tightfit.train.events import Events, lines_of
 from tightfit.train.place import Place
 
@@ -87,5 +87,6 @@ def test_a_full_log_stops_nothing(tmp_path: Path) -> None:
         "events.write('warning', text='one'); events.write('warning', text='two'); events.close();"
         "os._exit(0)"
     )
-    assert run_code(code, tmp_path, str(tmp_path)) == (0, "")
+    done = warm_desk.python(code, str(tmp_path), ranks=True)
+    assert (done.returncode, done.stderr) == (0, "")
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2

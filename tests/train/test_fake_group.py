@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from warm import run_code
+import warm_desk
 
 SCATTERS = """
 import torch, torch.distributed as dist
@@ -32,6 +30,6 @@ assert gathered.tolist() == [1.0] * 6
 """
 
 
-def test_what_is_scattered_is_this_ranks_share_and_never_what_lay_in_memory(tmp_path: Path) -> None:
-    code, said = run_code(SCATTERS, tmp_path)
-    assert code == 0, said
+def test_what_is_scattered_is_this_ranks_share_and_never_what_lay_in_memory() -> None:
+    done = warm_desk.python(SCATTERS, ranks=True)
+    assert done.returncode == 0, done.stderr

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from warm import run_code
 
 import injected_faults
+import warm_desk
 from injected_faults import happen, read_faults
 from tightfit.runs import disk
 from tightfit.runs.heartbeat import Heartbeat, read_beat
@@ -104,7 +104,7 @@ def test_a_fault_in_the_middle_of_writing_comes_after_bytes_are_on_the_disk(tmp_
         "faults.at('save', 4)\n"
         "disk.write_text(Path(sys.argv[1]) / 'during', 'x')\n"
     )
-    assert run_code(code, tmp_path, str(tmp_path))[0] == -signal.SIGKILL
+    assert warm_desk.python(code, str(tmp_path), ranks=True).returncode == -signal.SIGKILL
     assert (tmp_path / "before").read_text() == (tmp_path / "during").read_text() == "x"
 
 

@@ -23,8 +23,8 @@ from running import GIB, LIMIT_S, Ran, edit, run_ranks
 from safetensors.torch import load_file
 from small_models import config_of
 from test_resume import cut_off
-from warm import run_code
 
+import warm_desk
 from compiling import compile_part
 from tightfit.formats.render import render
 from tightfit.formats.target import Target
@@ -400,9 +400,9 @@ except NvmeError as error:
 
 
 def test_a_limit_of_locked_memory_is_said(tmp_path: Path) -> None:
-    code, said = run_code(LOCK, tmp_path, str(tmp_path))
-    assert code == 0, said
-    assert "NVMe offload locks 16 MiB of memory and 0.1 may be locked here: run `ulimit -l unlimited`" in said
+    done = warm_desk.python(LOCK, str(tmp_path), ranks=True)
+    assert done.returncode == 0, done.stderr
+    assert "NVMe offload locks 16 MiB of memory and 0.1 may be locked here: run `ulimit -l unlimited`" in done.stdout
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

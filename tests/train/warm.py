@@ -57,14 +57,6 @@ def run_workers(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
         return _run(argv, ranks)
 
 
-def run_code(code: str, folder: Path, *words: str) -> tuple[int, str]:
-    """Python as `python -c` has it, in a child that has everything loaded: its exit code, and all that it said."""
-    said = folder / "said"
-    first = f"import sys\nsys.argv = {['-c', *words]!r}\nsys.stdout = sys.stderr\n{code}\nsys.exit()"
-    (ended,) = _run([], [Rank(dict(os.environ), str(said), first)])
-    return ended, said.read_text()
-
-
 def _run(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
     server, common = warm_desk.server(ranks=True), {"words": list(argv), "cwd": str(Path.cwd()), "worker": True}
     children: list[int] = [server.ask({**common, **asdict(rank)}) for rank in ranks]
