@@ -89,21 +89,15 @@ def test_the_wheel_holds_what_is_needed_without_the_repository(tmp_path: Path) -
     assert wanted <= held, sorted(wanted - held)
     unpacked = tmp_path / "unpacked"
     zipfile.ZipFile(wheel).extractall(unpacked)
-    told = [
-        sys.executable,
-        "-I",
-        "-c",
-        f"import sys; sys.path.insert(0, {str(unpacked)!r}); from tightfit.cli import main; ",
-    ]
-    for verb in (
-        "['plan', '--model', 'tiny_mamba', '--gpus', '2x4GB', '--json']",
-        "['explain', 'list']",
-        "['ui', '--help']",
-    ):
-        done = subprocess.run(
-            [*told[:3], f"{told[3]}sys.exit(main({verb}))"], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+    verbs = (["plan", "--model", "tiny_mamba", "--gpus", "2x4GB", "--json"], ["explain", "list"], ["ui", "--help"])
+    script = (
+        f"import sys; sys.path.insert(0, {str(unpacked)!r}); from tightfit.cli import main\n"
+        f"for verb in {verbs!r}: assert main(verb) == 0, verb\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_version_everywhere() -> None:

