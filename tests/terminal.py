@@ -9,13 +9,23 @@ import re
 import select
 import signal
 import struct
-import subprocess
 import termios
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import patience
+import warm_desk
 
 _PIECE = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|\x1b[()][A-Z0-9]|([\r\n\x08])|([^\x1b\r\n\x08]+)")
+
+
+ON_TERMINAL = """
+import os, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)  # that of this session, which has none yet
+sys.modules["__main__"].take_streams([terminal] * 3)
+from tightfit.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
 
 
 class Screen:
@@ -66,24 +76,17 @@ class Screen:
 
 
 class Terminal:
-    """A program on a terminal of its own."""
+    """`tightfit …` on a terminal of its own."""
 
     def __init__(
-        self, command: Sequence[str], env: dict[str, str], cwd: str, columns: int = 110, rows: int = 40
+        self, words: Sequence[str], env: dict[str, str], cwd: Path, columns: int = 110, rows: int = 40
     ) -> None:
-        self._ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self._ours, self._theirs = pty.openpty()
+        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         sized = {key: value for key, value in env.items() if key not in ("COLUMNS", "LINES")}
-        self.process = subprocess.Popen(
-            command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**sized, "TERM": "xterm-256color"},
-            cwd=cwd,
-            start_new_session=True,
+        self.process = warm_desk.Process(
+            os.ttyname(self._theirs), *words, env={**sized, "TERM": "xterm-256color"}, cwd=cwd, code=ON_TERMINAL
         )
-        os.close(theirs)
         self.screen, self.raw = Screen(columns), ""
         self._torn = b""
 
@@ -109,6 +112,7 @@ class Terminal:
         while self.process.poll() is None or self.read(0.05):
             assert patience.now() < deadline, f"it does not end:\n{self.screen.text}"
             self.read(0.05)
+        assert self.process.returncode is not None
         return self.process.returncode
 
     def read(self, seconds: float) -> bool:
@@ -140,7 +144,6 @@ class Terminal:
         return True
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
         os.close(self._ours)
+        os.close(self._theirs)

@@ -239,7 +239,7 @@ def test_a_terminal_is_asked(killed: Path, place: Path) -> None:
     for pid in ranks_of(killed):
         os.kill(pid, signal.SIGKILL)
     for answer, there in (("no", True), ("yes", False)):
-        terminal = Terminal(CLEAN, surroundings(place.parent / "cache"), str(place))
+        terminal = Terminal(["clean"], surroundings(place.parent / "cache"), place)
         try:
             terminal.until(lambda text: "Remove all of this? Type yes:" in text)
             assert (killed / "lock").exists()
@@ -285,7 +285,7 @@ def test_processes_on_gpus_are_ended_one_by_one(place: Path) -> None:
         assert f"Process {first.pid} (" in done.stdout
         assert "holds 4,000 MiB of GPU 0." in done.stdout
         assert first.poll() is None
-        terminal = Terminal(CLEAN, env, str(place))
+        terminal = Terminal(["clean"], env, place)
         try:
             terminal.until(lambda text: f"End process {first.pid} (" in text)
             terminal.type("y\n")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from desks import desk, steps_in, surroundings, wait_until
 
+import warm_desk
 from terminal import Terminal
 from tightfit.cli import main
 from tightfit.screen.watch import sparkline
@@ -40,7 +41,7 @@ def running(place: Path) -> Iterator[Path]:
     """A run that makes steps until it is told to finish."""
     run = place / "run"
     with desk("watched", run, place / "cache"):
-        wait_until(lambda: steps_in(run) > 10)
+        wait_until(lambda: steps_in(run) > 3)
         yield run
 
 
@@ -202,8 +203,8 @@ def test_sparklines() -> None:
 
 
 def test_a_run_on_a_terminal_to_its_end(running: Path, place: Path) -> None:
-    words = [*WATCH, "run", "--interval", "0.2", "--log", "looks.jsonl"]
-    terminal = Terminal(words, surroundings(place / "cache"), str(place))
+    words = ["watch", "run", "--interval", "0.2", "--log", "looks.jsonl"]
+    terminal = Terminal(words, surroundings(place / "cache"), place)
     try:
         text = terminal.until(lambda text: "step " in text and "✓ loss falling" in text)
         before = step_on(text)
@@ -212,7 +213,7 @@ def test_a_run_on_a_terminal_to_its_end(running: Path, place: Path) -> None:
         assert "rank 1" in text
         assert "✓ memory under 90 %" in text
         assert "something to know" in text
-        later = terminal.until(lambda text: step_on(text) > before + 10)
+        later = terminal.until(lambda text: step_on(text) > before + 3)
         assert later.count("loss falling") == 1, "the picture is drawn in place"
         (running / "finish").touch()
         assert terminal.rest() == 0
@@ -227,7 +228,7 @@ def test_a_run_on_a_terminal_to_its_end(running: Path, place: Path) -> None:
 
 
 def test_ctrl_c_leaves_quietly(place: Path) -> None:
-    terminal = Terminal([*WATCH, "--interval", "0.2"], surroundings(place / "cache"), str(place))
+    terminal = Terminal(["watch", "--interval", "0.2"], surroundings(place / "cache"), place)
     try:
         terminal.until(lambda text: "host " in text)
         terminal.interrupt()
@@ -239,17 +240,14 @@ def test_ctrl_c_leaves_quietly(place: Path) -> None:
 
 
 def test_a_pipe_gets_a_line_where_something_happens(running: Path, place: Path) -> None:
-    command = [*WATCH, "run", "--interval", "0.2"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings(place / "cache"), cwd=place
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        assert "watching the run in" in first
+    env = surroundings(place / "cache", PYTHONUNBUFFERED="1")
+    process = warm_desk.Process("watch", "run", "--interval", "0.2", env=env, cwd=place)
+    try:
+        assert "watching the run in" in process.first_line()
         (running / "finish").touch()
-        out = process.stdout.read()
-        assert process.stderr is not None
-        err = process.stderr.read()
+        out, err = process.communicate()
+    finally:
+        process.kill()
     assert (process.returncode, err) == (0, "")
     assert "\x1b" not in out
     assert out.count("✓ memory under 90 %") == 1
@@ -313,19 +311,19 @@ def smi(folder: Path, gpus: int = 2) -> Path:
 
 def test_one_row_a_gpu(place: Path) -> None:
     env = surroundings(place / "cache", PATH=f"{smi(place)}:{os.environ['PATH']}", COLUMNS="120")
-    done = subprocess.run([*WATCH, "--once"], capture_output=True, text=True, env=env, check=True)
+    done = warm_desk.run("watch", "--once", env=env)
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("GPU 0 ") and "█" in line]
     figures = ["7.8", "7.8", "24.0", "97", "%", "61", "°C", "312", "W", str(os.getpid())]
     assert row.split()[3:13] == figures
     assert f"process {os.getpid()}" in done.stdout
-    told = subprocess.run([*WATCH, "--once", "--json"], capture_output=True, text=True, env=env, check=True)
+    told = warm_desk.run("watch", "--once", "--json", env=env)
     card = json.loads(told.stdout)["cards"][1]
     assert (card["used_bytes"], card["use_percent"], card["processes"]) == (8000 * 2**20, 97.0, [])
 
 
 def test_cards_on_a_terminal_fill_up(place: Path) -> None:
     env = surroundings(place / "cache", PATH=f"{smi(place)}:{os.environ['PATH']}")
-    terminal = Terminal([*WATCH, "--interval", "0.2"], env, str(place), columns=120)
+    terminal = Terminal(["watch", "--interval", "0.2"], env, place, columns=120)
     try:
         terminal.until(lambda text: "✓ memory under 90 %" in text)
         text = terminal.until(lambda text: "✗ memory under 90 %: 98 % of GPU" in text)
@@ -342,7 +340,7 @@ def test_a_wedged_tool_does_not_hold_the_picture(place: Path) -> None:
     path = folder / "nvidia-smi"
     path.write_text(path.read_text().replace("    used = min", "    time.sleep(600)\n    used = min"))
     env = surroundings(place / "cache", PATH=f"{folder}:{os.environ['PATH']}")
-    terminal = Terminal([*WATCH, "--interval", "0.2"], env, str(place), columns=120)
+    terminal = Terminal(["watch", "--interval", "0.2"], env, place, columns=120)
     try:
         terminal.until(lambda text: "GPU 1" in text)
         terminal.until(lambda text: " s ago" in text)
@@ -361,7 +359,7 @@ def test_a_real_run_is_followed_to_its_end(place: Path) -> None:
     env = surroundings(place / "cache")
     with subprocess.Popen([*train, "--output", "run"], stdout=subprocess.DEVNULL, env=env, cwd=place) as training:
         wait_until((place / "run/run.json").exists, 120)
-        terminal = Terminal([*WATCH, "run", "--interval", "0.5"], env, str(place))
+        terminal = Terminal(["watch", "run", "--interval", "0.5"], env, place)
         try:
             text = terminal.until(lambda text: "step " in text and "rank 1" in text, 420)
             assert "plan" in text

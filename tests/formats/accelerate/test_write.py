@@ -40,7 +40,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils import launch
-import torch
+import torch, yaml
+yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in Python alone it takes ten times as long
 torch.cuda.device_count = lambda: 8
 launch.is_port_in_use = lambda port: False  # other tests may be using it
 answers, parser = [], launch_command_parser()
