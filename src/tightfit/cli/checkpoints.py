@@ -15,7 +15,7 @@ from typing import Any
 from tightfit.cli.flags import Parser, pick, print_json
 from tightfit.cli.progress import ProgressLine
 from tightfit.inputs.flags import spelt
-from tightfit.messages import Message, text
+from tightfit.messages import Message, say_why, text
 from tightfit.runs import checkpoints as on_disk
 from tightfit.runs.checkpoints import FoundCheckpoint, Goner, Inventory
 from tightfit.runs.lock import FolderLock, InUse, check_unlocked
@@ -65,8 +65,7 @@ def _hold(run: Path, *, dry: bool) -> Iterator[None]:
     except InUse as error:
         raise ConfigError(Message("cli.wait-end", who=error.who)) from None
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("cli.cannot-written-so", run=run, why=why)) from None
+        raise ConfigError(Message("cli.cannot-written-so", run=run, why=say_why(error))) from None
     try:
         yield
     finally:

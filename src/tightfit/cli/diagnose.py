@@ -27,7 +27,7 @@ from tightfit.diagnose.verdict import Diagnosis, Evidence, Fix, LogSource, RankE
 from tightfit.formats.recognise import read_known_config
 from tightfit.inputs.spelling import nearest
 from tightfit.job.known import KnownConfig
-from tightfit.messages import Message, text
+from tightfit.messages import Message, say_why, text
 from tightfit.owned import name_errors
 from tightfit.runs.cause import RunQuestion, of_run, rank_of, read_planned_footprint
 from tightfit.runs.watching import find_damaged
@@ -193,7 +193,7 @@ def _is_folder(word: str) -> bool:
     except (FileNotFoundError, ValueError):  # ValueError: a name that no file can have
         raise ConfigError(Message("cli.there-file-name", word=repr(word))) from None
     except OSError as error:
-        raise ConfigError(Message("cli.cannot-read", word=word, lower=(error.strerror or str(error)).lower())) from None
+        raise ConfigError(Message("cli.cannot-read", word=word, lower=say_why(error))) from None
 
 
 def _check_text(source: LogSource) -> None:
@@ -202,8 +202,7 @@ def _check_text(source: LogSource) -> None:
         with source.path.open("rb"):
             pass
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("cli.cannot-read", word=source.name, lower=why)) from None
+        raise ConfigError(Message("cli.cannot-read", word=source.name, lower=say_why(error))) from None
     if is_binary(source):
         raise ConfigError(Message("cli.not-a-log", name=source.name))
 

@@ -22,7 +22,7 @@ from typing import Any
 from tightfit.cli.flags import Parser, pick, print_json
 from tightfit.inputs.spelling import seconds_in
 from tightfit.inputs.surroundings import cache_folder
-from tightfit.messages import Message, text
+from tightfit.messages import Message, say_why, text
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.reservations import Reservations
 from tightfit.runs.watching import Look, RunEye, Watcher, check_run
@@ -108,8 +108,7 @@ def _open_log(path: Path, stack: ExitStack) -> Callable[[Look], None]:
     try:
         file = path.expanduser().open("a", encoding="utf-8")
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("cli.cannot-written-name", path=path, why=why)) from None
+        raise ConfigError(Message("cli.cannot-written-name", path=path, why=say_why(error))) from None
     failed = False
 
     @stack.callback
@@ -124,8 +123,7 @@ def _open_log(path: Path, stack: ExitStack) -> Callable[[Look], None]:
             file.flush()
         except OSError as error:
             if not failed:
-                why = (error.strerror or str(error)).lower()
-                print(f"tightfit: {text('cli.lacks-lines-here', path=path, why=why)}", file=sys.stderr)
+                print(f"tightfit: {text('cli.lacks-lines-here', path=path, why=say_why(error))}", file=sys.stderr)
             failed = True
 
     return add

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.types import ConfigError
 
 _MARK = re.compile(r"\.tightfit-\d+$")
@@ -42,8 +42,7 @@ def write_beside(path: Path, text: str) -> Path:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        what = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("planfile.cannot-write-beside", path=path, error=what)) from None
+        raise ConfigError(Message("planfile.cannot-write-beside", path=path, error=say_why(error))) from None
     return path
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from tightfit.formats.dialect import dialects
 from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.records import find_json
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.owned import NotOurs, Patterns, check_ours, move_file, remove_folder
 from tightfit.types import ConfigError
 
@@ -47,8 +47,7 @@ def write(files: Mapping[str, str], folder: Path, force: bool, *, flag: str = "-
         return [folder / name for name in files]
     except OSError as error:
         _unmake(made)
-        what = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("planfile.cannot-write", folder=folder, error=what, flag=flag)) from None
+        raise ConfigError(Message("planfile.cannot-write", folder=folder, error=say_why(error), flag=flag)) from None
     except ValueError as error:  # a path or a text that no file system can hold
         _unmake(made)
         raise ConfigError(Message("planfile.cannot-hold", folder=repr(str(folder)), error=error)) from None

@@ -22,7 +22,7 @@ from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from tightfit.messages import Choice, Message, Said, text
+from tightfit.messages import Choice, Message, Said, say_why, text
 from tightfit.types import ConfigError
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def read_text(path: Path, kind: Said) -> str:
     except NotOrdinary:
         raise ConfigError(Message("inputs.unreadable", path=path, why=Message("inputs.not-ordinary"))) from None
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("inputs.unreadable", path=path, why=why)) from None
+        raise ConfigError(Message("inputs.unreadable", path=path, why=say_why(error))) from None
     except UnicodeDecodeError:
         raise ConfigError(Message("inputs.not-utf8", name=path.name, kind=kind)) from None
     except ValueError as error:  # a path that no file system can hold

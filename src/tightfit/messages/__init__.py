@@ -131,6 +131,11 @@ def message_of(error: BaseException) -> Said:
     return said if isinstance(said, Message) else " ".join(str(error).split())
 
 
+def say_why(error: OSError) -> str:
+    """The system's own word for what went wrong, as the end of a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
 def say(said: Said, language: Language) -> str:
     """The text of a message in a language; what is text already stays as it is."""
     return said.text(language) if isinstance(said, Message) else said

@@ -38,7 +38,7 @@ from tightfit.inputs.records import find_json, read_json
 from tightfit.inputs.spelling import open_regular
 from tightfit.job import Saving
 from tightfit.job.known import block_in, whole
-from tightfit.messages import Message, Said
+from tightfit.messages import Message, Said, say_why
 from tightfit.owned import Listed, NotOurs, Ours, Patterns, check_ours
 from tightfit.runs import disk
 from tightfit.types import ConfigError, TightfitError
@@ -166,7 +166,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise Torn(Message("runs.not-finished", name=MANIFEST)) from None
     except OSError as error:
-        raise Unknown(Message("runs.its-cannot-read-why", name=MANIFEST, why=_why(error))) from None
+        raise Unknown(Message("runs.its-cannot-read-why", name=MANIFEST, why=say_why(error))) from None
     except ValueError:
         raise Torn(Message("runs.its-no-json", name=MANIFEST)) from None
     if not isinstance(tree, dict) or tree.pop("itself", None) != _own_digest(tree):
@@ -194,7 +194,7 @@ def checked(folder: Path) -> Manifest:
         except (FileNotFoundError, NotADirectoryError):
             raise Torn(Message("runs.file-missing", name=name)) from None
         except OSError as error:
-            raise Unknown(Message("runs.file-not-seen", name=name, why=_why(error))) from None
+            raise Unknown(Message("runs.file-not-seen", name=name, why=say_why(error))) from None
         if size != file.bytes:
             raise Torn(Message("runs.other-size", name=name, size=size, all=file.bytes))
         if not covered(file):
@@ -232,13 +232,9 @@ def verify(folder: Path, spans: Iterable[tuple[str, Span]], progress: Callable[[
         except FileNotFoundError:
             raise Torn(Message("runs.file-missing", name=path.name)) from None
         except OSError as error:
-            raise Unknown(Message("runs.file-not-read", name=path.name, why=_why(error))) from None
+            raise Unknown(Message("runs.file-not-read", name=path.name, why=say_why(error))) from None
         if state.hexdigest() != span.digest:
             raise Torn(Message("runs.damaged-between", name=name, start=span.start, stop=span.stop))
-
-
-def _why(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -247,7 +243,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise Torn(Message("runs.its-missing", name=STATE)) from None
     except OSError as error:
-        raise Unknown(Message("runs.its-cannot-read-why", name=STATE, why=_why(error))) from None
+        raise Unknown(Message("runs.its-cannot-read-why", name=STATE, why=say_why(error))) from None
     except ValueError:
         raise Torn(Message("runs.its-cannot-read", name=STATE)) from None
     if not isinstance(tree, dict):
@@ -521,7 +517,7 @@ def remove_goner(goner: Goner) -> None:
     try:
         (remove_orphan if step_of(goner.path) is None else remove)(goner.path)
     except OSError as error:
-        raise ConfigError(Message("runs.cannot-be-removed", path=goner.path, why=_why(error))) from None
+        raise ConfigError(Message("runs.cannot-be-removed", path=goner.path, why=say_why(error))) from None
 
 
 # --- those of DeepSpeed --------------------------------------------------------------------------

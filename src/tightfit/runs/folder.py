@@ -31,7 +31,7 @@ from pathlib import Path
 from tightfit.formats.plan_folder import LIST, PLAN_FILES, STAGING, write
 from tightfit.inputs.records import find_json
 from tightfit.inputs.spelling import open_regular
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.owned import FRESH, Listed, NotOurs, Ours, Patterns, find_strangers, move_file, remove_file, remove_folder
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import CHECKPOINTS, STAGED, newest_first, step_of
@@ -343,7 +343,7 @@ class ClaimedFolder:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    why = (error.strerror or str(error)).lower()
+    why = say_why(error)
     id_ = "runs.cannot-write-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "runs.cannot-write"
     return ConfigError(Message(id_, path=path, why=why))
 

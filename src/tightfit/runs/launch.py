@@ -22,7 +22,7 @@ from pathlib import Path
 from tightfit.formats.launch.environment import HIP, allocator, host
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.inputs.surroundings import cores, inherited
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.owned import open_own
 from tightfit.runs.heartbeat import DUMP
 from tightfit.runs.processes import PARENT_FD, end_session, members_of, tell, tell_one
@@ -90,7 +90,7 @@ class Ranks:
                             start_new_session=True,
                         )
                 except OSError as error:
-                    what = (error.strerror or str(error)).lower()
+                    what = say_why(error)
                     raise ConfigError(Message("runs.cannot-start", program=start.command[0], why=what)) from None
                 self._processes.append(process)
                 self._running[process.pid] = start

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from tightfit.inputs.records import find_json, find_record
-from tightfit.messages import Message, Said
+from tightfit.messages import Message, Said, say_why
 from tightfit.owned import Ours, check_ours, find_strangers, flock, open_own, remove_file, remove_folder
 from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, orphans, own_files, size_of
 from tightfit.runs.folder import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE
@@ -189,7 +189,7 @@ def _dead(run: Path) -> DeadRun | None:
         files = [run / LOCK, RunFolder(run).events, RunFolder(run).record, *(run / "logs").glob("*.log")]
         times = [path.stat().st_mtime for path in files if path.exists()]
     except OSError as error:
-        raise ConfigError(Message("runs.run-not-seen", run=run, why=(error.strerror or str(error)).lower())) from None
+        raise ConfigError(Message("runs.run-not-seen", run=run, why=say_why(error))) from None
     first = min(times) if record.started is None else record.started.timestamp()
     return DeadRun(folder=run, first=first, last=max(times))
 
@@ -310,7 +310,7 @@ def remove(leftover: Leftover) -> Said | None:
                 held.callback(FolderLock.take(leftover.run).release)
             _away(leftover)
     except (OSError, ConfigError) as error:
-        return (error.strerror or str(error)).lower() if isinstance(error, OSError) else error.said
+        return say_why(error) if isinstance(error, OSError) else error.said
     return None
 
 

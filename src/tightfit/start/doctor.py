@@ -16,7 +16,7 @@ from tightfit.formats.llamafactory.write import names_a_file
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.inputs.surroundings import is_installed
-from tightfit.messages import Said, bare, text
+from tightfit.messages import Said, bare, say_why, text
 from tightfit.planner.plan import Plan, Way
 from tightfit.priced import strategy_name
 from tightfit.start.train import HOW_FAR, answer_of, check_weights, packages_for, with_a_scan_that_runs
@@ -127,8 +127,7 @@ def _check_data(path: str | None) -> Check:
         size = sum(each.stat().st_size for each in files)
         closed = next((each for each in files if not os.access(each, os.R_OK)), None)
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        return _row("data", "red", text("cli.data-at-cannot", path=path, why=why), text("cli.see-data-path"))
+        return _row("data", "red", text("cli.data-at-cannot", path=path, why=say_why(error)), text("cli.see-data-path"))
     if closed is not None:
         fix = text("cli.give-yourself-right")
         return _row("data", "red", text("cli.may-read", closed=closed), fix, f"chmod u+r {closed}")

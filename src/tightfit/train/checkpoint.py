@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tightfit.hardware.machine import free_ram
-from tightfit.messages import Message, message_of
+from tightfit.messages import Message, message_of, say_why
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
@@ -144,8 +144,7 @@ class Saver:
                     said = {"needed": needed / 1e9, "where": where, "free": free / 1e9}
                     problem = Message("train.checkpoint-needs-room", **said)
             except OSError as error:
-                why = (error.strerror or str(error)).lower()
-                problem = Message("train.checkpoint-disk-unseen", where=where, why=why)
+                problem = Message("train.checkpoint-disk-unseen", where=where, why=say_why(error))
         if totals(self.place, float(problem is not None))[0]:
             events.write("checkpoint_failed", step=step, text=problem)
             return

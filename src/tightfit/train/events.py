@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tightfit.messages import Message, Said, as_json, text
+from tightfit.messages import Message, Said, as_json, say_why, text
 from tightfit.owned import open_own
 from tightfit.runs.events import event_of, finite
 from tightfit.runs.heartbeat import Heartbeat, Stage
@@ -210,8 +210,7 @@ def _tensorboard(folder: Path, facts: Mapping[str, Any]) -> Sink:
     except ImportError:
         raise ConfigError(Message("train.needs-tensorboard")) from None
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("train.tensorboard-unwritable", folder=place, why=why)) from None
+        raise ConfigError(Message("train.tensorboard-unwritable", folder=place, why=say_why(error))) from None
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     writer.add_text("run", f"| fact | value |\n|---|---|\n{rows}")
 

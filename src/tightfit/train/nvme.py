@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.owned import Patterns, find_strangers, flock, remove_folder
 from tightfit.types import Buckets, Levers, UserError
 
@@ -54,8 +54,7 @@ def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, 
             folder.mkdir(parents=True, exist_ok=True)
             number, name = tempfile.mkstemp(prefix=".direct-", dir=folder)
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=reason)) from None
+            raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=say_why(error))) from None
         os.close(number)
         try:
             os.close(os.open(name, os.O_RDWR | os.O_DIRECT))

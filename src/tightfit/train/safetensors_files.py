@@ -22,7 +22,7 @@ import torch
 
 from tightfit.inputs.records import parse_json
 from tightfit.inputs.spelling import read_text
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.types import ConfigError, ModelError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -79,7 +79,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
                 raise ModelError(Message("train.not-safetensors", path=path))
             header = json.loads(file.read(length))
     except OSError as error:
-        raise ModelError(Message("train.cannot-read", path=path, why=(error.strerror or str(error)).lower())) from error
+        raise ModelError(Message("train.cannot-read", path=path, why=say_why(error))) from error
     except ValueError as error:
         raise ModelError(Message("train.header-not-json", path=path)) from error
     if not isinstance(header, dict):
@@ -153,9 +153,7 @@ class Files:
                 try:
                     self._open[stored.file] = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
-                    raise ModelError(
-                        Message("train.cannot-read", path=stored.file, why=(error.strerror or str(error)).lower())
-                    ) from error
+                    raise ModelError(Message("train.cannot-read", path=stored.file, why=say_why(error))) from error
             count = os.preadv(self._open[stored.file], [view[:READ_BYTES]], position)
             if count == 0:
                 raise ModelError(Message("train.file-shrank", file=stored.file))

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from tightfit.inputs.records import read_json
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.owned import Listed, NotOurs, check_ours
 from tightfit.runs import disk
 from tightfit.runs.checkpoints import STAGED, check_removable, digest, remove_orphan, replaced_of, staging_of
@@ -193,8 +193,7 @@ class Writer:
                 raise problem
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise UserError(Message("train.no-room", folder=self.folder)) from problem
-            why = (problem.strerror or str(problem)).lower()
-            raise UserError(Message("train.cannot-write", folder=self.folder, why=why)) from problem
+            raise UserError(Message("train.cannot-write", folder=self.folder, why=say_why(problem))) from problem
         if late:
             ranks = ", ".join(map(str, late))
             raise SaveError(Message("train.ranks-did-not-write", count=len(late), ranks=ranks, folder=self.folder))

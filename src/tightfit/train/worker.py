@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.inputs.surroundings import inherited
-from tightfit.messages import Listing, Message, Said
+from tightfit.messages import Listing, Message, Said, say_why
 from tightfit.runs import build_lock
 from tightfit.runs.checkpoints import Keeping, states_folder
 from tightfit.runs.folder import AUTO, NONE
@@ -76,7 +76,7 @@ def run(
                 if place.world > 1:
                     _call_off(places.rendezvous(place))
                 if isinstance(error, OSError) and error.errno not in FULL:
-                    why = (error.strerror or str(error)).lower()
+                    why = say_why(error)
                     raise ConfigError(Message("train.folder-unwritable", folder=config.folder, why=why)) from None
                 raise
         lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from tightfit.messages import Message, as_json
+from tightfit.messages import Message, as_json, say_why
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.web.sight import RunSight, Section
 
@@ -139,7 +139,7 @@ class Feed:
         try:
             sections = {**self._sight.look(eye), "trouble": {"why": None}}
         except OSError as error:  # what was seen last stays
-            why = _SYSTEM.get(error.errno or 0, (error.strerror or str(error)).lower())
+            why = _SYSTEM.get(error.errno or 0, say_why(error))
             sections = {"trouble": {"why": why}}
         sections["reading"] = {"share": None if history.is_whole else round(history.share, 2)}
         written = {name: _to_json(value) for name, value in sections.items()}

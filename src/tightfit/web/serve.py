@@ -24,7 +24,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.types import ConfigError, UserError
 from tightfit.web import diagnose_view, pages, plan_view, runs_view
 from tightfit.web.guard import RequestGuard, Site
@@ -96,8 +96,8 @@ def listen(host: str, port: int | None) -> socket.socket:
             made.listen(128)
             return made
         except OSError as error:
+            why = say_why(error)
             made.close()
-            why = (error.strerror or str(error)).lower()
     raise ConfigError(Message("web.cannot-listen", host=host, port=tried[-1], why=why))
 
 

@@ -29,7 +29,7 @@ from typing import IO, BinaryIO
 from tightfit.hardware.machine import occupancy
 from tightfit.hardware.probes import probe_cards
 from tightfit.inputs.surroundings import inherited
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.owned import open_own
 from tightfit.runs.cause import KernelRecord, KernelSaid
 from tightfit.runs.processes import MARK, PROC, carriers_of, end_carriers, guard, resident_bytes, stat_of, tell
@@ -118,8 +118,7 @@ def _spawn(words: Sequence[str], changes: Mapping[str, str]) -> subprocess.Popen
     except PermissionError:
         raise ConfigError(Message("external.may-not-run", program=words[0])) from None
     except OSError as error:
-        what = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("external.cannot-start", program=words[0], why=what)) from None
+        raise ConfigError(Message("external.cannot-start", program=words[0], why=say_why(error))) from None
 
 
 def _stay(process: subprocess.Popen[bytes], mark: str, signals: Signals, watch: ProcessWatch) -> int | None:

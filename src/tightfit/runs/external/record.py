@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tightfit.inputs.records import find_record, record_text
-from tightfit.messages import Message
+from tightfit.messages import Message, say_why
 from tightfit.owned import replace_file
 from tightfit.runs.folder import set_aside
 from tightfit.runs.lock import FolderLock, InUse
@@ -100,8 +100,7 @@ def _make(path: Path, *, exist_ok: bool = False) -> ClaimedRun | None:
     except FileExistsError:
         return None
     except OSError as error:
-        what = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("external.cannot-make", path=path, why=what)) from None
+        raise ConfigError(Message("external.cannot-make", path=path, why=say_why(error))) from None
 
 
 def _take_over(path: Path, before: ExternalRecord, *, take_over: bool) -> ClaimedRun:

@@ -44,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tightfit.inputs.records import read_json
-from tightfit.messages import Message, Said, message_of
+from tightfit.messages import Message, Said, message_of, say_why
 from tightfit.owned import check_ours, find_strangers, flock, move_file, open_own, remove_folder, replace_file
 from tightfit.runs.folder import DATA_BUILDING, DATA_SET
 from tightfit.runs.processes import is_alive
@@ -443,8 +443,7 @@ def lock(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open_own(folder.parent / f"{folder.name}.lock", "ab")
     except OSError as error:
-        why = (error.strerror or str(error)).lower()
-        raise ConfigError(Message("data.cache-unwritable", cache=folder.parent, why=why)) from None
+        raise ConfigError(Message("data.cache-unwritable", cache=folder.parent, why=say_why(error))) from None
     with file:
         flock(file.fileno())
         yield

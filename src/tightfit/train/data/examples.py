@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from tightfit.inputs.records import find_json, parse_json
 from tightfit.inputs.spelling import read_text, shown
-from tightfit.messages import Listing, Message, message_of
+from tightfit.messages import Listing, Message, message_of, say_why
 from tightfit.owned import replace_file
 from tightfit.train.data.chat import SHIPPED, Turn, hint_at
 from tightfit.types import ConfigError
@@ -275,7 +275,7 @@ def _kind(path: Path, format_name: str) -> FileKind:
         with path.open("rb") as file:
             first = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     except OSError as error:
-        raise ConfigError(Message("data.cannot-read", path=path, why=(error.strerror or str(error)).lower())) from None
+        raise ConfigError(Message("data.cannot-read", path=path, why=say_why(error))) from None
     return "lines" if first == b"{" else "array"
 
 
