@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from rows import levers_of, shape_of
 
+import warm_desk
 from tightfit.desk.calibration import FILE, MOST_ENTRIES, Calibrations
 from tightfit.formats.worker.write import _milestones, worker_json
 from tightfit.hardware.words import parse_hardware
@@ -424,8 +423,10 @@ for turn in range(10):
 
 
 def test_runs_that_end_together_lose_nothing(tmp_path: Path) -> None:
-    started = [subprocess.Popen([sys.executable, "-c", ADD, str(tmp_path), str(number)]) for number in range(4)]
+    started = [warm_desk.Process(str(tmp_path), str(number), code=ADD) for number in range(4)]
     assert [process.wait(60) for process in started] == [0] * 4
+    for process in started:
+        process.kill()
     assert len(Calibrations(tmp_path).read().entries) == 40
 
 

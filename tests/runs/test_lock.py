@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_desk
 from tightfit.runs import lock as locks
 from tightfit.runs.lock import LOCK, FolderLock, InUse, Owner, check_unlocked
 
@@ -47,15 +46,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def holder(folder: Path, host: str, no_flock: int = 0) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLD, str(folder), host, str(no_flock)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+def holder(folder: Path, host: str, no_flock: int = 0) -> Iterator[warm_desk.Process]:
+    process = warm_desk.Process(str(folder), host, str(no_flock), code=HOLD)
+    try:
+        assert process.first_line() == "held"
+        yield process
+    finally:
+        process.kill()
 
 
 @pytest.fixture
@@ -227,9 +224,9 @@ def test_a_holder_that_was_only_asleep_leaves(tmp_path: Path) -> None:
         fresh = tmp_path / "fresh"
         fresh.write_bytes(other.text())
         fresh.replace(tmp_path / LOCK)
-        assert process.wait(60) == locks.LOST
-        assert process.stderr is not None
-        assert f"on third since {other.since} has taken {tmp_path} over" in process.stderr.read()
+        _, err = process.communicate(60)
+        assert process.returncode == locks.LOST
+        assert f"on third since {other.since} has taken {tmp_path} over" in err
     assert json.loads((tmp_path / LOCK).read_bytes()) == asdict(other)
 
 

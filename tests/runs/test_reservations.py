@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_desk
 from tightfit.runs.processes import is_alive, mark_of
 from tightfit.runs.reservations import Reservation, Reservations, check_port, free_port
 from tightfit.types import ConfigError
@@ -84,8 +85,10 @@ def test_only_one_reserves_at_a_time(tmp_path: Path) -> None:
         "    count.write_text(str(before + 1))\n"
     )
     (tmp_path / "count").write_text("0")
-    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(4)]
+    running = [warm_desk.Process(str(tmp_path), code=code) for _ in range(4)]
     assert [process.wait() for process in running] == [0] * 4
+    for process in running:
+        process.kill()
     assert (tmp_path / "count").read_text() == "4"
 
 

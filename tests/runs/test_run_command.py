@@ -305,15 +305,16 @@ def test_a_signal_is_passed_on_and_its_answer_counts(tmp_path: Path, name: str) 
 def test_one_that_will_not_listen_is_ended_by_the_second_signal(tmp_path: Path) -> None:
     deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     path = script(tmp_path, PARENT.format(rest=deaf + "print('ready', flush=True)\ntime.sleep(600)"))
-    command = [sys.executable, "-m", "tightfit", "run", "--", sys.executable, path]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
+    process = warm_desk.Process("run", "--", sys.executable, path, cwd=tmp_path)
+    try:
+        process.first_line()
         process.send_signal(signal.SIGINT)
-        time.sleep(1.5)
+        time.sleep(1.2)
         process.send_signal(signal.SIGINT)
         began = patience.now()
-        process.communicate(timeout=60)
+        process.wait(60)
+    finally:
+        process.kill()
     assert process.returncode == 137
     assert patience.now() - began < 10
     assert is_gone(int((tmp_path / "child").read_text(encoding="ascii")))

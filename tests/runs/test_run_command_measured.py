@@ -27,11 +27,11 @@ from tightfit.start.external import Known, Planner, prediction
 from tightfit.start.machine import wait_for_gpus
 
 GIB = 2**30
-YAML = """model_name_or_path: deepseek-ai/DeepSeek-R1-Distill-Qwen-32B
+YAML = """model_name_or_path: Qwen/Qwen2.5-7B
 stage: sft
 finetuning_type: lora
 lora_target: all
-template: deepseek3
+template: qwen
 dataset: mine
 cutoff_len: 1024
 per_device_train_batch_size: 4

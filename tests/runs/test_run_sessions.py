@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import patience
+import warm_desk
 from tightfit.inputs.surroundings import inherited
 from tightfit.runs.launch import Ranks, RankStart
 from tightfit.runs.processes import is_alive
@@ -61,7 +61,9 @@ def test_when_the_desk_ends_the_ranks(tmp_path: Path) -> None:
 
 def test_when_the_desk_is_killed(tmp_path: Path) -> None:
     text = DESK.format(here=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    with subprocess.Popen([sys.executable, "-c", text, str(tmp_path)]) as desk:
+    desk = warm_desk.Process(str(tmp_path), code=text)
+    try:
         child = child_of(tmp_path)
+    finally:
         desk.kill()
     assert is_gone(child)
