@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,11 +40,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "tightfit"
 
 
-def planned(**job: Any) -> Plan:
+@cache
+def planned(**levers: object) -> Plan:
     from tightfit.hardware.words import parse_hardware
     from tightfit.model.load import load_model
 
-    asked = Job(model="qwen1.5-0.5b", sequence=8192, **job)
+    asked = Job(model="qwen1.5-0.5b", sequence=8192, levers=levers)
     return plan_within(Bounds(), asked, load_model("qwen1.5-0.5b"), parse_hardware("2x24GB", host_ram="64GB"))
 
 
@@ -160,7 +161,7 @@ def test_a_plan_that_was_written_before_teaches_nothing(own_cache: Path) -> None
 
 
 def test_the_end_of_a_run_names_the_faster_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(levers={"engine": "zero2", "checkpointing": "full", "micro_batch": 1, "loss": "fused"})
+    plan = planned(engine="zero2", checkpointing="full", micro_batch=1, loss="fused")
     assert plan.chosen is not None
     tally = tally_of(plan, -GIB)
     faster = way_up(plan, tally, Bounds())
@@ -180,7 +181,7 @@ def test_a_run_without_a_gpu_hears_nothing_of_it() -> None:
 
 
 def test_the_json_of_a_run_has_the_way_up() -> None:
-    plan = planned(levers={"checkpointing": "full", "micro_batch": 1})
+    plan = planned(checkpointing="full", micro_batch=1)
     faster = way_up(plan, tally_of(plan, -GIB), Bounds())
     assert faster is not None
     told = cli_train._way_up_report(faster)

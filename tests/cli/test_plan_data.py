@@ -59,7 +59,7 @@ cutoff_len: 512
 per_device_train_batch_size: 1
 output_dir: saves/a
 """
-ON = ("--gpus", "2x24GB", "--host-ram", "64GB", "--write", "made", "--force")
+ON = ("--gpus", "2x24GB", "--host-ram", "64GB", "--engine", "zero2", "--write", "made", "--force")
 
 
 def listed(folder: str) -> None:

@@ -69,7 +69,7 @@ def plan_folder(tmp_path: Path, no_gpu: None) -> Path:
         (("--from-plan", "nowhere"), "holds no worker.json: name a folder that `tightfit plan --write` made"),
         (("--capp", "24GB", *SMALL), "did you mean --cap?"),
         (("--data", "nowhere.jsonl", *SMALL), "there is no data at nowhere.jsonl"),
-        (("--cap", "1MB", *SMALL), "nothing fits, so there is nothing to rehearse"),
+        (("--cap", "1MB", *SMALL, "--engine", "zero1"), "nothing fits, so there is nothing to rehearse"),
         (("--on", "0", *SMALL), "leave --on out"),
     ],
 )

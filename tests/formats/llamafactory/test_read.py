@@ -325,7 +325,7 @@ def test_bad_values(keys: dict[str, Any], message: str) -> None:
         ("on: 1\n", "true in train.yaml is not a key"),
         ("a: 2024-13-45", "train.yaml is not YAML (month must be in 1..12"),
         ("a: \x00", "train.yaml is not YAML: "),
-        ("a: " + "[" * 1500, "train.yaml is no job file: nest its blocks less deeply"),
+        ("a: " + "[" * 600, "train.yaml is no job file: nest its blocks less deeply"),
     ],
 )
 def test_bad_files(text: str, message: str) -> None:
