@@ -118,6 +118,14 @@ class Turn:
 turn = Turn()
 
 
+def growing() -> Iterator[float]:
+    """Seconds between two looks at what may end at once, or not for long: to look costs something too."""
+    pause = 0.005
+    while True:
+        yield pause
+        pause = min(1.1 * pause, 0.05)
+
+
 class Process:
     """A command line that runs, with what tests use of `subprocess.Popen`."""
 
@@ -153,11 +161,11 @@ class Process:
         return self.returncode
 
     def wait(self, timeout: float = LIMIT_S) -> int:
-        end = patience.now() + timeout
+        end, pauses = patience.now() + timeout, growing()
         while (code := self.poll()) is None:
             if patience.now() > end:
                 raise subprocess.TimeoutExpired(self.words, timeout)
-            time.sleep(0.005)
+            time.sleep(next(pauses))
         return code
 
     def first_line(self, timeout: float = LIMIT_S) -> str:

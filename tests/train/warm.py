@@ -61,7 +61,7 @@ def _run(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
     server, common = warm_desk.server(ranks=True), {"words": list(argv), "cwd": str(Path.cwd()), "worker": True}
     children: list[int] = [server.ask({**common, **asdict(rank)}) for rank in ranks]
     codes: dict[int, int] = {}
-    end = patience.now() + LIMIT_S
+    end, pauses = patience.now() + LIMIT_S, warm_desk.growing()
     while len(codes) < len(children):
         for child in children:
             if child in codes:
@@ -73,7 +73,7 @@ def _run(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
                 codes[child] = code
                 if code:
                     end = min(end, patience.now() + GRACE_S)
-        time.sleep(0.005)
+        time.sleep(next(pauses))
     return [codes[child] for child in children]
 
 
