@@ -4,6 +4,7 @@ before the first test that needs it."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -66,7 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Each worker of pytest has a processor, not all of them: threads that wait for one another would only spin."""
+    """Each worker of pytest has a processor, not all of them: threads that wait for one another would only spin. What
+    is there by now stays to the end, and is not to be looked through for garbage again and again."""
+    gc.freeze()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -224,7 +224,7 @@ def test_many_readers_come_and_go_and_nothing_stays(tmp_path: Path) -> None:
         visitor = Visitor(link)
         assert visitor.get("/runs/view?run=0/run")[0] == 200
 
-        for number in range(3):
+        for number in range(2):
             ready = threading.Barrier(13, timeout=120)
             seen: list[int] = []
 
