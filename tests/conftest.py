@@ -74,6 +74,10 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count at the end what was not let go
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if any(item.get_closest_marker(name) for name in ("thorough", "slow")):
         compile_part("deepspeed_shm_comm", "ShareMemCommBuilder")
