@@ -32,7 +32,8 @@ def command(folder: Path, *words: str) -> warm_desk.Process:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_training_from_end_to_end(tmp_path: Path, ranks: int) -> None:
     """Every process is one of its own from its start, as a user has them."""
-    words = ("--data", "shipped:text", "--max-steps", "3", "--json", "--engine", "zero1", "--num-gpus", str(ranks))
+    words = ("--data", "shipped:text", "--max-steps", "3", "--json", "--num-gpus", str(ranks))
+    words += ("--engine", "zero1", "--offload-optimizer", "cpu")
     done = subprocess.run(
         [sys.executable, "-m", "tightfit", "train", *SMALL, *words],
         capture_output=True,
@@ -47,6 +48,7 @@ def test_a_training_from_end_to_end(tmp_path: Path, ranks: int) -> None:
     assert (told["state"], told["steps"]) == ("done", 3)
     assert (tmp_path / "output/model/config.json").exists()
     assert not (tmp_path / "output/lock").exists()
+    assert (tmp_path / "output/checkpoints/step-00000003/manifest.json").exists()
     proofs = [json.loads(line) for line in (tmp_path / "output/events.jsonl").read_text().splitlines()]
     assert all(event["ok"] for event in proofs if event["event"] == "proof")
     assert any(event["text"].get("launcher") == "tightfit" for event in proofs if event["event"] == "proof")

@@ -123,7 +123,7 @@ class DeepSpeed(Engine):
 
     def states(self, *, write: bool) -> Iterator[State]:
         wrapper, basic, shards = self._wrapper, self._basic, self._trainable()
-        if hasattr(wrapper, "grad_position"):  # stage 3
+        if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # stage 3
             flats = wrapper.fp32_partitioned_groups_flat
             if getattr(wrapper, "swap_optimizer", False):
                 groups: Iterable[tuple[int, dict[str, Tensor]]] = nvme_states(wrapper, write)
