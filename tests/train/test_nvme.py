@@ -51,19 +51,23 @@ SUB_GROUP = 1_200_000
 ASK = "from deepspeed.ops.op_builder import AsyncIOBuilder; raise SystemExit(not AsyncIOBuilder().is_compatible())"
 
 
-def _can_build() -> bool:
-    return subprocess.run([sys.executable, "-c", ASK], capture_output=True, check=False).returncode == 0
-
-
 pytestmark = pytest.mark.thorough
-CAN_BUILD = _can_build()
-needs_libaio = pytest.mark.skipif(not CAN_BUILD, reason="DeepSpeed's async_io needs libaio-dev and a compiler")
+needs_libaio = pytest.mark.usefixtures("libaio")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    if CAN_BUILD:
+def compiled() -> bool:
+    """Whether DeepSpeed's file operations are there: what can be compiled is, before the first test."""
+    can_be = warm_desk.python(ASK, ranks=True).returncode == 0
+    if can_be:
         compile_part("async_io", "AsyncIOBuilder")
+    return can_be
+
+
+@pytest.fixture(scope="module")
+def libaio(compiled: bool) -> None:
+    if not compiled:
+        pytest.skip("DeepSpeed's async_io needs libaio-dev and a compiler")
 
 
 def write(folder: Path, layers: int = 2, **flags: Any) -> Path:
