@@ -223,7 +223,7 @@ class Server:
 
 
 @functools.cache
-def server(ranks: bool) -> Server:
+def server(ranks: bool, /) -> Server:
     """One of each for all tests of this process."""
     started = Server(ranks)
     atexit.register(started.end)

@@ -57,7 +57,7 @@ def run_workers(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
 
 
 def _run(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
-    server, common = warm_desk.server(ranks=True), {"words": list(argv), "cwd": str(Path.cwd()), "worker": True}
+    server, common = warm_desk.server(True), {"words": list(argv), "cwd": str(Path.cwd()), "worker": True}
     children: list[int] = [server.ask({**common, **asdict(rank)}) for rank in ranks]
     codes: dict[int, int] = {}
     end, pauses = patience.now() + LIMIT_S, warm_desk.growing()
