@@ -405,16 +405,17 @@ def saver_class() -> Any:
     from tightfit.train.saved_model import Writer
 
     class Share(Writer):
-        def _problem_of_others(self) -> None:
-            return None
+        def _check(self, layout: Any) -> None:
+            del layout  # the others' elements are missing
 
-    class ShareSaver(checkpoint.Saver):
-        def _no_room(self, needed: int) -> None:
-            del needed
+        def _note(self, rank: int, what: str) -> Path:
+            del rank
+            return super()._note(self._rank, what)
 
     checkpoint.Writer = Share  # type: ignore[misc]
+    checkpoint.disk.room = lambda _: 2**60
     checkpoint.covered = lambda _: True  # the others' bytes are holes
-    return ShareSaver
+    return checkpoint.Saver
 
 
 def written_bytes(folder: Path) -> int:
