@@ -14,6 +14,8 @@ import warm_desk
 from tightfit.job.file import JOB_FLAGS
 from tightfit.types import ConfigError, UserError
 
+pytestmark = pytest.mark.thorough
+
 MAMBA = {"model": "1b_mamba", "gpus": "2x24GB", "host_ram": "64GB"}
 
 

@@ -150,6 +150,7 @@ def test_the_root_is_small() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 10
 
 
+@pytest.mark.thorough
 def test_imports_go_one_way() -> None:
     wrong = [
         (path, name) for path, name in our_imports() if ORDER.index(room_of_name(name)) > ORDER.index(room_of(path))
@@ -211,6 +212,7 @@ def test_the_gpu_stack_stays_with_the_worker() -> None:
     assert not [(path, name) for path in desk for name in imported()[path] if name.split(".")[0] in GPU_STACK]
 
 
+@pytest.mark.thorough
 def test_the_environment_enters_by_one_door() -> None:
     found = [(name, node.lineno) for name, node in house().nodes if reads_environment(node)]
     assert not [place for place in found if not place[0].startswith(ENVIRONMENT_DOORS)]
@@ -239,6 +241,7 @@ def test_public_names_exist() -> None:
     assert all(hasattr(tightfit, name) for name in tightfit.__all__)
 
 
+@pytest.mark.thorough
 def test_an_estimate_never_loads_the_gpu_stack() -> None:
     script = (
         "import contextlib, io, json, sys\n"

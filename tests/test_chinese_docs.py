@@ -108,6 +108,7 @@ def test_blocks_and_rows_are_those_of_the_english_page(page: Path) -> None:
     assert chinese(page).read_text(encoding="utf-8") == copied(page), f"stale: run python tests/{Path(__file__).name}"
 
 
+@pytest.mark.thorough
 @every_page
 def test_both_pages_are_built_alike(page: Path) -> None:
     other = chinese(page)

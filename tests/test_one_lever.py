@@ -107,6 +107,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verb", ["estimate", "plan", "train"])
 def test_it_has_flags_with_help(said: dict[str, Any], verb: str) -> None:
     text = " ".join(said[f"{verb} --help"]["out"].split())

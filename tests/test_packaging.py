@@ -33,6 +33,7 @@ def needs(package: str, extras: frozenset[str], seen: set[str]) -> list[Requirem
     return here + [far for each in here for far in needs(each.name, frozenset(each.extras), seen)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("version", VENDORS)
 def test_a_vendors_torch_is_never_replaced(version: str) -> None:
     """Hygon's and AMD's builds carry their mark after the `+`; any demand that they do not meet would replace them."""
@@ -55,6 +56,7 @@ def test_a_torch_that_is_too_old_for_the_worker_is_named() -> None:
         check_torch("2.4.1+das.opt1.dtk2504")
 
 
+@pytest.mark.thorough
 def test_the_desk_asks_for_nothing_large() -> None:
     names = {each.name.lower() for each in needs("tightfit", frozenset(), set())}
     assert not names & {"torch", "deepspeed", "transformers", "numpy", "pandas", "triton", "accelerate"}

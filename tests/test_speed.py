@@ -11,6 +11,8 @@ import speed
 
 from tightfit.model.load import load_model
 
+pytestmark = pytest.mark.thorough
+
 HEAVY = ("torch", "deepspeed", "transformers", "peft", "accelerate", "numpy")
 MOST_PROCESS_RATIO = 3.0
 

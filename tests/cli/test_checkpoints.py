@@ -218,6 +218,7 @@ def test_a_newer_versions_checkpoint_is_not_pruned(run: Path, capsys: Capsys) ->
     assert steps(run) == ["step-00000100", "step-00000300"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_lives_is_not_pruned_and_can_be_listed(run: Path, capsys: Capsys) -> None:
     left_behind(run, ".step-00000400.partial")
     with subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True) as holder:
@@ -262,6 +263,7 @@ def test_a_file_of_many_pieces_is_counted_once(run: Path) -> None:
     assert inventory(run).checkpoints[-1].bytes == manifest.bytes
 
 
+@pytest.mark.thorough
 def test_neither_torch_nor_numpy_is_loaded(run: Path) -> None:
     script = (
         "import sys\n"

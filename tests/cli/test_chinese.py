@@ -15,6 +15,8 @@ import pytest
 import warm_desk
 from tightfit.cli import VERBS
 
+pytestmark = pytest.mark.thorough
+
 NAMES = re.compile(
     r"`[^`]*`|--?[\w-]+(?:[ =][\w|+:.,-]+)?|\S*[/_.=<>|()\d]\S*|^  tightfit .*$|sudo .*$|https?:\S+", re.MULTILINE
 )

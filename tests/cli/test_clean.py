@@ -112,6 +112,7 @@ def test_nothing_is_left(place: Path, capsys: Capsys) -> None:
 # --- dead runs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_in_a_pipe_it_only_shows(killed: Path, capsys: Capsys) -> None:
     pids = ranks_of(killed)
     assert main(["clean"]) == 0
@@ -123,6 +124,7 @@ def test_in_a_pipe_it_only_shows(killed: Path, capsys: Capsys) -> None:
     assert (killed / "lock").exists()
 
 
+@pytest.mark.thorough
 def test_a_dead_run_is_cleaned(killed: Path, capsys: Capsys) -> None:
     pids = ranks_of(killed)
     shown = told(capsys, "--dry-run")
@@ -140,6 +142,7 @@ def test_a_dead_run_is_cleaned(killed: Path, capsys: Capsys) -> None:
     assert told(capsys, "--dry-run")["leftovers"] == []
 
 
+@pytest.mark.thorough
 def test_shared_memory_of_others_stays(killed: Path, capsys: Capsys) -> None:
     pids = ranks_of(killed)
     for pid in pids:
@@ -159,6 +162,7 @@ def test_shared_memory_of_others_stays(killed: Path, capsys: Capsys) -> None:
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.thorough
 def test_a_live_run_is_left_alone(place: Path, capsys: Capsys) -> None:
     run = place / "live"
     with desk("watched", run, place.parent / "cache") as process:
@@ -235,6 +239,7 @@ def test_caches_go_when_asked_for(place: Path, capsys: Capsys) -> None:
 # --- on a terminal ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_terminal_is_asked(killed: Path, place: Path) -> None:
     for pid in ranks_of(killed):
         os.kill(pid, signal.SIGKILL)
@@ -274,6 +279,7 @@ def sleeper(*, stubborn: bool = False) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.thorough
 def test_processes_on_gpus_are_ended_one_by_one(place: Path) -> None:
     first, second = sleeper(), sleeper()
     env = surroundings(place.parent / "cache", PATH=f"{smi(place, first.pid, second.pid, 1)}:{os.environ['PATH']}")

@@ -75,6 +75,7 @@ def test_the_help_of_what_touches_files_says_which(verb: str) -> None:
     assert "\nwrites:\n  " in tightfit(verb, "--help").stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("verb", ["estimate", "plan"])
 def test_names_from_other_scripts_work_where_they_work_in_train(verb: str) -> None:
     ours = tightfit(verb, "--model", "tiny_llama", "--gpus", "1x24GB", "--seq", "256")
@@ -108,6 +109,7 @@ def test_bytes_that_are_no_text(line: str) -> None:
     assert "'/n\\udcff' on the command line is not text in UTF-8" in refused(*line.split(), "/n\udcff")
 
 
+@pytest.mark.thorough
 def test_a_step_of_more_sequences_than_anybody_means() -> None:
     line = "estimate --model tiny_llama --micro-batch 2000 --accum 2000"
     assert "--micro-batch 2000 × --accum 2000 must be at most 1000000 sequences a step" in refused(*line.split())
@@ -123,6 +125,7 @@ def test_a_step_of_more_sequences_than_anybody_means() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -226,6 +229,7 @@ def test_the_json_contract() -> None:
     assert all(isinstance(sentence, str) for sentence in said["because"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("card", "fits"), [("1x8GB", True), ("1x100MB", False)])
 def test_fits_is_an_answer_where_there_is_a_card(card: str, fits: bool) -> None:
     said = answer("estimate", "--model", "tiny_llama", "--gpus", card)
@@ -265,6 +269,7 @@ def test_a_llamafactory_file_is_enough(tmp_path: Path) -> None:
     assert {"method": "lora", "lora_rank": 16, "seq": 256, "micro_batch": 2}.items() <= levers.items()
 
 
+@pytest.mark.thorough
 def test_a_job_file_is_priced_as_it_stands(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
@@ -282,6 +287,7 @@ def test_a_job_file_is_priced_as_it_stands(tmp_path: Path) -> None:
     assert "names no model" in refused("estimate", str(job))
 
 
+@pytest.mark.thorough
 def test_a_job_file_without_an_engine_is_priced_as_it_would_be_trained(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model: 7b_mamba\nsequence: 1024\nhardware: {gpus: 6x32GB, host_ram: 256GB}\n")
@@ -293,6 +299,7 @@ def test_a_job_file_without_an_engine_is_priced_as_it_would_be_trained(tmp_path:
     assert answer("estimate", str(job))["levers"]["engine"] == "zero3"
 
 
+@pytest.mark.thorough
 def test_a_training_config_is_priced_too() -> None:
     found = answer("estimate", str(Path(__file__).parents[1] / "data" / "config_7b_mamba.yaml"), "--engine", "zero3")
     assert {"seq": 4096, "micro_batch": 1, "accum": 8, "world": 4, "engine": "zero3"}.items() <= found["levers"].items()
@@ -305,6 +312,7 @@ def test_qlora_under_zero3_is_priced() -> None:
     assert said["model"]["trainable_parameters"] < said["model"]["parameters"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["tiny_llama", "7b_mamba", "gemma-3-27b"])
 @pytest.mark.parametrize("more", [(), ("--gpus", "6x32GB"), ("--gpus", "1xRTX4090"), ("--compare", "--gpus", "2x8GB")])
 def test_80_columns(model: str, more: tuple[str, ...]) -> None:
@@ -314,6 +322,7 @@ def test_80_columns(model: str, more: tuple[str, ...]) -> None:
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.thorough
 def test_the_picture_has_a_verdict_and_advice() -> None:
     text = tightfit("estimate", "--model", "qwen2.5-7b", "--engine", "zero2", "--gpus", "4xRTX4090").stdout
     assert "Does not fit: needs " in text
@@ -322,11 +331,13 @@ def test_the_picture_has_a_verdict_and_advice() -> None:
     assert "Start-up: " in text
 
 
+@pytest.mark.thorough
 def test_a_terminal_that_knows_no_unicode_still_gets_an_answer() -> None:
     done = tightfit("estimate", "--model", "tiny_llama", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_compare_sets_the_strategies_side_by_side() -> None:
     line = ("estimate", "--model", "llama-3.1-8b", "--gpus", "8x24GB", "--compare")
     strategies = answer(*line)["strategies"]
@@ -358,6 +369,7 @@ def test_models_lists_every_preset_with_its_true_size() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.thorough
 def test_models_with_cards_prices_every_preset() -> None:
     line = ("models", "--gpus", "6x32GB", "--seq", "2048")
     rows = {row["name"]: row for row in answer(*line)["models"]}
@@ -376,6 +388,7 @@ def test_models_on_one_gpu_are_unsharded() -> None:
     assert {row["strategy"] for row in answer("models", "--gpus", "1xA100-80GB")["models"]} == {"unsharded"}
 
 
+@pytest.mark.thorough
 def test_gpus_lists_the_catalogue() -> None:
     rows = answer("gpus")["gpus"]
     assert {"RTX 4090", "L4"} <= {row["name"] for row in rows}
@@ -384,6 +397,7 @@ def test_gpus_lists_the_catalogue() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     shell = f"{sys.executable} -m tightfit gpus | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, check=False)
@@ -409,6 +423,7 @@ SITUATIONS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("line", SITUATIONS)
 def test_advice_that_is_free_helps_when_it_is_followed(line: str) -> None:
     """Every flag that is advised without a warning lowers what is needed."""
@@ -427,6 +442,7 @@ def test_advice_that_is_free_helps_when_it_is_followed(line: str) -> None:
         assert after < before, sentence
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_told_what_would() -> None:
     text = tightfit("estimate", "--model", "qwen2.5-7b", "--gpus", "8x24GB").stdout
     assert "The same training would fit as:" in text
@@ -455,6 +471,7 @@ def test_a_disk_too_small_for_the_swap_files() -> None:
     assert found["host"]["nvme_bytes_per_node"] == pytest.approx(16 * found["model"]["parameters"], rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("buffering", [[], ["-u"]])
 def test_a_full_disk_is_no_bug(buffering: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
@@ -480,6 +497,7 @@ sys.exit(main(["gpus"]))
 """
 
 
+@pytest.mark.thorough
 def test_a_full_disk_under_another_file_is_not_the_outputs(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     named, unnamed = (
@@ -499,6 +517,7 @@ def test_any_width_of_terminal(columns: str) -> None:
     assert "Fits" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_terminal_without_our_characters() -> None:
     line = ("estimate", "--model", "tiny_llama", "--engine", "zero3", "--gpus", "2x24GB")
     done = tightfit(*line, PYTHONIOENCODING="ascii")

@@ -50,6 +50,7 @@ def test_bash_completes(bash: Path, words: tuple[str, ...], offered: set[str]) -
     assert set(done.stdout.split()) == offered
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_is_told_every_verb(shell: str) -> None:
     told = script(shell)

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "hardware" / "probes"))
 
 import recorded
 
+pytestmark = pytest.mark.thorough
+
 MOST_S = 10
 TOOLS = ("nvidia-smi", "hy-smi", "rocm-smi", "amd-smi")
 CONFUSING = (

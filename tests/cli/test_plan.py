@@ -23,6 +23,8 @@ from tightfit.inputs.flags import spelt
 from tightfit.job import Job
 from tightfit.types import ConfigError
 
+pytestmark = pytest.mark.thorough
+
 HEAVY = {"torch", "deepspeed", "transformers", "peft", "accelerate", "numpy"}
 
 SMALL = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB")

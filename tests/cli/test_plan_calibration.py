@@ -29,6 +29,8 @@ from tightfit.runs.records import RunFolder
 from tightfit.start.machine import Nodes
 from tightfit.start.train import Ready, TrainCourse, learn, rendered, way_up
 
+pytestmark = pytest.mark.thorough
+
 GIB = 2**30
 TRAINING = ("--model", "qwen1.5-0.5b", "--gpus", "2x24GB", "--host-ram", "64GB", "--seq", "8192")
 

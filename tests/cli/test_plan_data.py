@@ -26,6 +26,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_file_is_found_from_wherever_the_plan_is_started(tmp_path: Path) -> None:
     Path("mine.jsonl").write_text('{"text": "one"}\n')
     data = orders("--data", "mine.jsonl", "--format", "text", "--max-samples", "9")
@@ -37,6 +38,7 @@ def test_shipped_data_with_an_ablation() -> None:
     assert (data["path"], data["ablation"]) == ("shipped:dialogues", "profile_and_history")
 
 
+@pytest.mark.thorough
 def test_a_plan_that_is_written_says_on_what_it_would_train(capsys: pytest.CaptureFixture[str]) -> None:
     orders()
     said = " ".join(capsys.readouterr().out.split())
@@ -67,6 +69,7 @@ def listed(folder: str) -> None:
     Path(folder, "dataset_info.json").write_text('{"[Easy Dataset] mine": {"file_name": "a.json"}}')
 
 
+@pytest.mark.thorough
 def test_the_data_set_of_a_llamafactory_file_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lf.yaml").write_text(FILE)
     listed("data")  # where LLaMA-Factory looks, where nothing is said
@@ -115,6 +118,7 @@ def test_a_data_set_by_name_that_is_there_does_not_stop_the_start(trainer: str) 
     assert Path(asked.removeprefix("data=")).is_file()
 
 
+@pytest.mark.thorough
 def test_several_data_sets_stay_for_llamafactory_and_are_left_aside_by_our_worker(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -130,6 +134,7 @@ def test_several_data_sets_stay_for_llamafactory_and_are_left_aside_by_our_worke
     assert "No data is named" in said
 
 
+@pytest.mark.thorough
 def test_whose_trainer_a_llamafactory_file_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     Path("lf.yaml").write_text(FILE)
     assert main(["plan", "lf.yaml", *ON]) == 0

@@ -123,6 +123,7 @@ def test_what_a_trainer_does_not_have_is_refused_by_name(capsys: pytest.CaptureF
     assert "no Mamba kernels" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_for_the_trainer_the_users_own_script_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", "qwen2.5-7b", "--gpus", "4xRTX4090", "--host-ram", "256GB", "--for", "trainer")
     found = ask(capsys, *words, "--write", str(tmp_path))
@@ -139,6 +140,7 @@ def test_for_the_trainer_the_users_own_script_is_started(tmp_path: Path, capsys:
     assert args["use_liger_kernel"] is (levers["loss"] == "fused")
 
 
+@pytest.mark.thorough
 def test_a_job_file_can_say_it_and_our_worker_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model: qwen1.5-0.5b\ntrainer: llamafactory\nhardware: {gpus: 2x24GB}\n")

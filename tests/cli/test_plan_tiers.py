@@ -12,6 +12,7 @@ JOB = "model: qwen1.5-1.8b\nmethod: lora\nsequence: 2048\neffective_batch: 16\np
 TITLE = "The same here, since what you say yourself wins over a tier:"
 
 
+@pytest.mark.thorough
 def test_tiers_that_do_not_differ_here_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     assert main(["plan", str(tmp_path / "job.yaml"), "--gpus", "1x4GB", "--tier", "all"]) == 0
@@ -22,6 +23,7 @@ def test_tiers_that_do_not_differ_here_are_named(tmp_path: Path, capsys: pytest.
     assert TITLE not in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_tier_that_does_not_fit_proposes_no_change_where_none_is_needed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_gpu_that_will_not_do(own_cache: None, number: int, required: int, sai
         choose_device((card(0, free=3), card(1)), gpu_plan(required), 80 * GIB, number)
 
 
+@pytest.mark.thorough
 def test_weights_that_would_have_to_be_fetched_are_drawn(tmp_path: Path, no_gpu: None) -> None:
     folder = tmp_path / "plan"
     words = ["--model", "Qwen/Qwen2.5-7B", "--gpus", "4xA100-80GB", "--host-ram", "512GB"]

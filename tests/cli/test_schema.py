@@ -76,6 +76,7 @@ def test_the_schema_has_ranges_and_words() -> None:
     assert all(block["additionalProperties"] is False for block in found.values() if "properties" in block)
 
 
+@pytest.mark.thorough
 def test_the_same_bytes_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     script = "from tightfit.cli.schema import schema; schema([])"
     made = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -103,6 +104,7 @@ def test_a_misspelt_flag_is_one_sentence() -> None:
         schema(["--tabel"])
 
 
+@pytest.mark.thorough
 def test_the_help_needs_no_pydantic() -> None:
     script = (
         "import sys, tightfit.cli, tightfit.cli.schema\n"

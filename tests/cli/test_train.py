@@ -21,6 +21,8 @@ from train_shell import TINY, Shell, desk, shell, told
 
 from tightfit.cli import main
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["shell"]
 
 # --- a run that goes well -----------------------------------------------------------------------

@@ -18,6 +18,8 @@ from tightfit.cli import main
 from tightfit.runs.checkpoints import MANIFEST
 from tightfit.start.train import asks_for_more
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["shell"]
 
 OLD = '{"event": "step", "step": 99, "loss": 1.0}\n'

@@ -48,6 +48,7 @@ def test_embeddings_first_then_adapters(job: Path) -> None:
     assert again.stdout.count("is done already") == 2
 
 
+@pytest.mark.thorough
 def test_the_plan_shows_every_stage(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(job), "--json", "--write", str(tmp_path / "plans")]) == 0
     first, second = json.loads(capsys.readouterr().out)["stages"]

@@ -23,6 +23,8 @@ from terminal import Terminal
 from tightfit.cli import main
 from tightfit.screen.watch import sparkline
 
+pytestmark = pytest.mark.thorough
+
 Capsys = pytest.CaptureFixture[str]
 WATCH = [sys.executable, "-W", "error", "-m", "tightfit", "watch"]
 UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a00"

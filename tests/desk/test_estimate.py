@@ -22,6 +22,7 @@ TURNS = {f"some on {gpus}": (gpus, tuple(PRESETS)[number :: len(MACHINES)]) for 
 ALL = [pytest.param(gpus, tuple(PRESETS), id=f"all on {gpus}", marks=pytest.mark.slow) for gpus in MACHINES]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("gpus", "models"), [*(pytest.param(*turn, id=name) for name, turn in TURNS.items()), *ALL])
 def test_what_a_plan_chose_is_estimated_as_the_plan_says(gpus: str, models: tuple[str, ...]) -> None:
     compared = 0

@@ -17,6 +17,8 @@ from tightfit.inputs import spelling
 from tightfit.job import Data, Job, Limits, Machine
 from tightfit.planner import Tiered
 
+pytestmark = pytest.mark.thorough
+
 JOB = "model: qwen1.5-0.5b\nsequence: 512\nhardware: {gpus: 2x24GB, host_ram: 64GB}\n"
 STAGES = JOB + "stages: [{trains: embeddings, max_steps: 2}, {max_steps: 2}]\n"
 LLAMAFACTORY = (

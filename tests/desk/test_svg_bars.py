@@ -90,6 +90,7 @@ def test_words_on_a_part_can_be_read(kind: str) -> None:
     assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
+@pytest.mark.thorough
 def test_a_plan_and_an_estimate_are_drawn_for_notebooks() -> None:
     answer = plan(Job(model="tiny_mamba", hardware=Machine(gpus="2x24GB", host_ram="64GB")))
     html = plan_bars(answer)

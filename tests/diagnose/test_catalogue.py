@@ -161,6 +161,7 @@ def faults_in_symptom(place: str, symptom: Symptom) -> Iterator[str]:
         yield f"{place} has neither lines, nor exits, nor refines: nothing would ever find it"
 
 
+@pytest.mark.thorough
 def test_nothing_is_wrong_in_the_catalogue() -> None:
     assert not list(faults_in(read_files()))
     assert len(catalogue().symptoms) == len(catalogue().by_id) > 300
@@ -171,6 +172,7 @@ def test_every_known_trap_has_its_entry() -> None:
     assert set(SEEDS.values()) <= set(catalogue().by_id)
 
 
+@pytest.mark.thorough
 def test_every_expression_compiles_and_has_its_words() -> None:
     for symptom in catalogue().symptoms:
         for pattern in (
@@ -241,6 +243,7 @@ def test_an_expression_without_a_word_is_refused(pattern: str) -> None:
         marks_of(pattern)
 
 
+@pytest.mark.thorough
 @given(st.lists(st.sampled_from(["alpha", "beta gamma", "delta[0-9]", r"e\|f", "(g|h) iota"]), min_size=1, max_size=4))
 def test_alternatives_come_apart(parts: list[str]) -> None:
     assert alternatives("|".join(parts)) == parts

@@ -92,6 +92,7 @@ def test_ranks_in_names(name: str, rank: int | None) -> None:
     assert rank_of(Path(name)) == rank
 
 
+@pytest.mark.thorough
 def test_a_config_chooses_the_fixes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "x.yaml"
     config.write_text("model_name_or_path: x\nstage: sft\nfinetuning_type: lora\ntemplate: qwen\n")
@@ -117,6 +118,7 @@ def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "standard input:" in out
 
 
+@pytest.mark.thorough
 def test_a_pipe_for_real() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tightfit", "diagnose", "-", "--json"],
@@ -164,6 +166,7 @@ def attempted(run: Path, number: int, *exit_codes: int) -> None:
     assert write_attempt(run, record)
 
 
+@pytest.mark.thorough
 def test_a_run_is_held_against_its_plan(capsys: pytest.CaptureFixture[str], run: Path) -> None:
     tree = as_tree(capsys, str(run))
     assert (tree["verdict"]["id"], tree["verdict"]["rank"]) == ("oom-logits", 1)
@@ -256,6 +259,7 @@ sys.exit(str([main(["diagnose", log]) for log in sys.argv[2:]]))
 """
 
 
+@pytest.mark.thorough
 def test_what_may_not_be_read() -> None:
     folder = Path(tempfile.mkdtemp(prefix="tightfit-test-"))
     try:
@@ -309,6 +313,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A special case of device-oom." in out
 
 
+@pytest.mark.thorough
 def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "list"]) == 0
     assert capsys.readouterr().out.count("device-oom ") > 10

@@ -55,6 +55,7 @@ def job(gpus: str, engine: str) -> str:
     return "job.yaml"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -68,6 +69,7 @@ def test_a_job_without_an_engine_is_judged_by_its_plan(name: str, capsys: pytest
     assert "it fits. It is priced as `tightfit train` would plan it." in out
 
 
+@pytest.mark.thorough
 def test_a_job_that_no_plan_makes_fit(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text("model: llama-3.1-8b\nhardware: {gpus: 1xRTX4090, host_ram: 32GB}\n")
     code, out, _ = said(capsys, "--config", "job.yaml")
@@ -134,6 +136,7 @@ def test_a_model_that_is_not_here_is_not_asked_for_elsewhere(capsys: pytest.Capt
     assert err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_beside_a_log_the_phase_that_failed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.yaml").write_text(LLAMA_FACTORY)
     tree = as_tree(capsys, str(OOM), "--config", "x.yaml")
@@ -142,6 +145,7 @@ def test_beside_a_log_the_phase_that_failed_is_told(capsys: pytest.CaptureFixtur
     assert "predicted" not in as_tree(capsys, str(OOM), "--config", "x.yaml")
 
 
+@pytest.mark.thorough
 def test_a_run_that_has_a_plan_and_no_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "tiny_mamba", "--gpus", "2x8GB", "--write", "run/plan"]) == 0
     capsys.readouterr()

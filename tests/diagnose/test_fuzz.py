@@ -40,6 +40,7 @@ def relaxed() -> settings:
     return settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.thorough
 @relaxed()
 @given(st.binary(max_size=5000))
 def test_random_bytes(tmp_path: Path, data: bytes) -> None:
@@ -60,6 +61,7 @@ def test_true_logs_torn_and_shuffled(tmp_path: Path, log: bytes, chance: random.
             assert {catalogue().by_id[verdict.id].role for verdict in found.also} <= {"note"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("digits", [20, 400, 5000])
 def test_numbers_that_no_machine_has(tmp_path: Path, digits: int) -> None:
     number = "9" * digits

@@ -61,6 +61,7 @@ def test_a_log_that_does_not_go_on_is_read_whole(tmp_path: Path, small: None) ->
     assert (found.verdict.kind, found.verdict.evidence[-1].number) == ("device-oom", 101)
 
 
+@pytest.mark.thorough
 def test_the_same_is_said_with_and_without_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_of(tmp_path / "a.log", [*STEPS, OOM])
     whole = judge(Evidence(logs=(source,)))
@@ -78,6 +79,7 @@ def test_somebody_who_waits_is_told_how_far_it_is(tmp_path: Path, small: None) -
     assert told[-1] == path.stat().st_size
 
 
+@pytest.mark.thorough
 def test_another_encoding_is_read_whole(tmp_path: Path, small: None) -> None:
     path = tmp_path / "a.log"
     path.write_bytes("\n".join([*STEPS, OOM]).encode("utf-16"))

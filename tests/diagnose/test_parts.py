@@ -102,6 +102,7 @@ def test_colours_are_taken_out() -> None:
     assert found.evidence[-1].text == "RuntimeError: CUDA error: out of memory"
 
 
+@pytest.mark.thorough
 def test_a_line_of_megabytes() -> None:
     text = "x" * (5 * PIECE_BYTES) + "\nRuntimeError: CUDA error: out of memory " + "y" * (3 * PIECE_BYTES)
     found = judge(Evidence(logs=(LogSource(name="x", text=text),))).verdict
@@ -222,6 +223,7 @@ def test_logits(asked: str, rows: int | None, tokens: int | None) -> None:
     assert found == tokens or (asked == "2.32 GiB" and rows == 8192)
 
 
+@pytest.mark.thorough
 @given(st.text(max_size=300))
 def test_any_text_can_be_asked_for_numbers(text: str) -> None:
     assert all(value is None or value >= 0 for value in asdict(read_oom(text, 32000).numbers).values())

@@ -23,6 +23,7 @@ def weights(tmp_path: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "asked",
     [{}, {"packing": True, "attention": "sdpa"}, {"method": "lora", "seq": 4096}, {"max_grad_norm": 0.0}],

@@ -28,6 +28,7 @@ THREADS: dict[str, dict[str, Any]] = {
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose.md"
 
 
+@pytest.mark.thorough
 @table("thread", THREADS.values(), ids=lambda thread: thread["cause"])
 def test_a_retold_log_gets_the_cause_that_its_thread_established(thread: dict[str, Any]) -> None:
     found = judge(Evidence(logs=(LogSource(name="log", text=thread["log"]),))).verdict

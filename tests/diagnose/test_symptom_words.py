@@ -46,6 +46,7 @@ def test_flags_settings_and_numbers_stay() -> None:
         assert [word for word in typed.findall(english) if word not in chinese] == [], f"{english} → {chinese}"
 
 
+@pytest.mark.thorough
 def test_every_sentence_is_said_whatever_the_log_fills_in() -> None:
     """In each phase and in none, with what a log has found and with what it has not."""
     for symptom in catalogue().symptoms:
@@ -57,6 +58,7 @@ def test_every_sentence_is_said_whatever_the_log_fills_in() -> None:
                     assert not re.search(r"[{}]|\[\[|\]\]|  ", said), said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", CAPTURED, ids=lambda path: path.stem)
 def test_the_verdict_of_every_captured_log_is_said_in_chinese_and_kept_in_a_record(path: Path) -> None:
     found = judge(Evidence(logs=(LogSource(name=path.name, path=path),)))

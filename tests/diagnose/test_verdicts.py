@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from sample_logs import CAPTURED, CORPUS, FIXTURES, HEALTHY, REAL, Section, evidence_of, sections
 
 from tables import table
@@ -23,6 +24,7 @@ def found_in(section: Section) -> tuple[str | None, list[str]]:
     return found.verdict and found.verdict.id, [verdict.id for verdict in found.also]
 
 
+@pytest.mark.thorough
 @table("section", [each for each in SECTIONS if each.is_it])
 def test_a_symptom_is_found(section: Section) -> None:
     verdict, also = found_in(section)
@@ -34,6 +36,7 @@ def test_a_symptom_is_found(section: Section) -> None:
         assert verdict == section.symptom
 
 
+@pytest.mark.thorough
 @table("section", [each for each in SECTIONS if not each.is_it])
 def test_what_only_looks_alike_is_something_else(section: Section) -> None:
     verdict, also = found_in(section)
@@ -47,6 +50,7 @@ def test_every_symptom_has_both() -> None:
     assert {each.symptom for each in SECTIONS if not each.is_it} == known
 
 
+@pytest.mark.thorough
 @table("log", sorted(CAPTURED.glob("*.log")), ids=lambda log: log.stem)
 def test_failures_that_were_provoked(log: Path) -> None:
     expected = re.sub(r"-\d+$", "", log.stem)
@@ -72,6 +76,7 @@ def test_half_of_what_is_found_was_provoked_or_met() -> None:
     assert len(provoked & without_gpu) >= len(without_gpu) / 2
 
 
+@pytest.mark.thorough
 @table("log", sorted(CORPUS.iterdir()), ids=lambda log: log.name)
 def test_the_first_cause_and_not_the_cascade(log: Path) -> None:
     found = judge(evidence_of(log))

@@ -66,6 +66,7 @@ def test_what_tells_of_no_failure_is_left_as_it_is() -> None:
         assert unwrapped(line) == line
 
 
+@pytest.mark.thorough
 @given(st.lists(st.text(max_size=40), max_size=6))
 def test_as_many_lines_come_out_as_go_in(texts: list[str]) -> None:
     data = "".join(json.dumps({"log": text, "stream": "stdout"}) + "\n" for text in texts).encode()

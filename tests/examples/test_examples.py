@@ -112,6 +112,7 @@ def parse(words: Sequence[str]) -> None:
     module.parser().parse(rest[1:] if verb == "data" else rest)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("planned", write_plans.PLANS, ids=lambda planned: f"{planned.example}/{planned.folder}")
 def test_a_plan_is_what_the_program_writes_now(planned: write_plans.Planned) -> None:
     there = {path.name: path.read_text(encoding="utf-8") for path in planned.path.iterdir()}
@@ -125,6 +126,7 @@ def test_a_page_says_how_its_plan_was_written(planned: write_plans.Planned) -> N
     assert command in commands_of(EXAMPLES / planned.example / "README.md")
 
 
+@pytest.mark.thorough
 def test_commands_of_the_pages_can_be_parsed() -> None:
     wrong, commands = [], [(page, command) for page in PAGES for command in commands_of(page)]
     for page, command in commands:

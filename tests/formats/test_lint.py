@@ -136,6 +136,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.text("abcdef", min_size=1, max_size=6), JSON, min_size=1, max_size=5))
 def test_the_scanner_finds_every_key_of_plain_json(tmp_path_factory: pytest.TempPathFactory, values: object) -> None:
     assert isinstance(values, dict)
@@ -300,6 +301,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.sampled_from(WORDS), ANYTHING, min_size=1, max_size=6), st.sampled_from(list(kinds())))
 def test_any_file_is_checked_or_refused_in_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, object], kind: str

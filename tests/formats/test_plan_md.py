@@ -172,6 +172,7 @@ def test_the_notes_dcu_situation(plan_of: MakePlan) -> None:
     assert "exec llamafactory-cli train llamafactory.yaml" in files["launch.sh"]
 
 
+@pytest.mark.thorough
 def test_every_plan_of_the_grid_renders_twice_alike(plans: tuple[Plan, ...]) -> None:
     rendered = 0
     for plan in plans:
@@ -187,6 +188,7 @@ def test_every_plan_of_the_grid_renders_twice_alike(plans: tuple[Plan, ...]) -> 
     assert rendered > 0.8 * len(plans)
 
 
+@pytest.mark.thorough
 def test_another_process_renders_the_same_bytes(tmp_path: Path) -> None:
     """Nothing hangs on the order of a set: two processes with different hash seeds agree."""
     script = """
@@ -240,6 +242,7 @@ def tier_plan(name: str, **limits: Any) -> Plan:
     return answer.plan
 
 
+@pytest.mark.thorough
 def test_what_a_tier_changes_is_said_in_every_file_that_people_read() -> None:
     plan = tier_plan("extreme")
     files = render(plan, Target())
@@ -259,6 +262,7 @@ def test_what_a_tier_changes_is_said_in_every_file_that_people_read() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_a_tier_beside_allowed_changes_does_not_claim_them_all() -> None:
     assert ", or you allowed them and without them nothing fits:" in text_of(tier_plan("extreme", allow=("lora",)))
 
@@ -270,12 +274,14 @@ def test_tiers_that_promise_a_low_loss_scale_have_one(make_plan: MakePlan, tier:
     assert written["fp16"]["initial_scale_power"] == power
 
 
+@pytest.mark.thorough
 def test_the_real_tiers_reach_the_deepspeed_file() -> None:
     for name in ("extreme", "fp16_safe"):
         fp16 = json.loads(render(tier_plan(name), Target())["deepspeed.json"])["fp16"]
         assert (fp16["enabled"], fp16["initial_scale_power"]) == (True, 8)
 
 
+@pytest.mark.thorough
 def test_nothing_is_said_twice() -> None:
     job = Job(model="3b_mamba", limits=Limits(margin=0.05))
     text = text_of(planned(job, load_model("3b_mamba"), parse_hardware("4x24GB")))
@@ -323,6 +329,7 @@ def versions(plan: Plan, target: Target) -> str:
     return section(text_of(plan, target), "The files").partition("Which versions they are for:")[2]
 
 
+@pytest.mark.thorough
 def test_each_file_names_its_version(plan_of: MakePlan) -> None:
     lora = Levers(engine="zero3", method="lora", lora=Lora(), deepspeed_version="0.14.2")
     old = Target(deepspeed_version="0.14.2", llamafactory_version="0.9.2")

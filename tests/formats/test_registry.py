@@ -13,6 +13,8 @@ import pytest
 
 import tightfit
 
+pytestmark = pytest.mark.thorough
+
 DIALECT = """
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
 from tightfit.job.known import KnownConfig

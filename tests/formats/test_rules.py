@@ -464,6 +464,7 @@ def found(folder: Path, case: Case, over: dict[str, Any] | str, beside: dict[str
     return list(lint(path, case.target, kind=case.kind, world=case.world))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=[f"{number}-{case.rule}" for number, case in enumerate(CASES)])
 def test_a_rule_finds_what_it_is_for_and_nothing_once_that_is_corrected(tmp_path: Path, case: Case) -> None:
     findings = [finding for finding in found(tmp_path, case, case.bad, case.beside) if finding.rule == case.rule]

@@ -263,6 +263,7 @@ def test_rocm_smi(bench: Bench) -> None:
     assert hardware.gpu.memory_bytes == 21458059264
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("output", ["", "ERROR: GPU[0] : Unable to get GPU memory use.\n", "[1, 2]", "{", '{"a": 1}'])
 def test_a_tool_that_talks_nonsense_leaves_the_cpu(bench: Bench, output: str) -> None:
     bench.install("rocm-smi", output)
@@ -315,6 +316,7 @@ def test_a_broken_driver_is_named(bench: Bench) -> None:
     assert str(hardware.because[0]) == f"nvidia-smi failed: {said.splitlines()[0]}"
 
 
+@pytest.mark.thorough
 def test_a_hung_driver_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.install("nvidia-smi", "")
     script = bench.folder / "nvidia-smi"
@@ -323,6 +325,7 @@ def test_a_hung_driver_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert str(this_machine().because[0]) == "nvidia-smi did not answer within 0.5 s."
 
 
+@pytest.mark.thorough
 def test_a_tool_that_hung_is_not_asked_again_for_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.install("nvidia-smi", "")
     (bench.folder / "nvidia-smi").write_text(f"#!{sys.executable} -SE\nimport time\ntime.sleep(60)\n")

@@ -204,6 +204,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.thorough
 @given(st.one_of(st.text(), st.text("0123456789x.-GBMT RATX"), st.lists(PIECES, max_size=9).map("".join)))
 @example("\x00")
 @example("٣x٣٢GB")
@@ -300,6 +301,7 @@ def test_native_bf16(arch: str, native: bool) -> None:
     assert native_bf16(None) is native_bf16("gfx926") is native_bf16("sm_") is None
 
 
+@pytest.mark.thorough
 def test_looking_at_hardware_never_imports_torch() -> None:
     code = "import sys, tightfit.hardware.machine as m; m.this_machine(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -177,6 +177,7 @@ def complaint(read: Callable[[str], object]) -> str:
     return ""
 
 
+@pytest.mark.thorough
 @given(value=ANYTHING, text_numbers=st.booleans())
 def test_any_value_is_read_or_refused_in_one_line(value: object, text_numbers: bool) -> None:
     said = fields(text_numbers=text_numbers, a=value)
@@ -184,6 +185,7 @@ def test_any_value_is_read_or_refused_in_one_line(value: object, text_numbers: b
         assert len(complaint(read).splitlines()) <= 1
 
 
+@pytest.mark.thorough
 @given(st.text(max_size=20))
 def test_as_number_never_raises(text: str) -> None:
     assert as_number(text) is None or isinstance(as_number(text), int | float)

@@ -366,6 +366,7 @@ TREES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=st.dictionaries(st.sampled_from([*job_fields(), "training", "model_type", "preset"]), TREES, max_size=5))
 def test_whatever_stands_in_a_file_it_is_a_job_or_a_sentence(tmp_path: Path, tree: dict[str, Any]) -> None:
@@ -384,6 +385,7 @@ def test_whatever_stands_in_a_file_it_is_a_job_or_a_sentence(tmp_path: Path, tre
     assert job_from_flags({}, job) == job
 
 
+@pytest.mark.thorough
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(alphabet="model:ay \n\t-[]{}&*!?|>'\"#%@`,0123.eE_é\x00", max_size=60))
 def test_any_text_at_all_is_a_job_or_a_sentence(tmp_path: Path, text: str) -> None:
@@ -692,6 +694,7 @@ JOBS = st.builds(
 )
 
 
+@pytest.mark.thorough
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(job=JOBS)
 def test_any_job_survives_its_file(tmp_path: Path, job: Job) -> None:
@@ -872,6 +875,7 @@ def test_no_times(text: str) -> None:
         timeout_s(text)
 
 
+@pytest.mark.thorough
 def test_the_door_is_light_until_it_is_used() -> None:
     script = (
         "import sys, tightfit.job.file as door\n"

@@ -83,6 +83,7 @@ def recomputing(model: Any, how: str) -> Any:
 checkpoints = pytest.mark.parametrize("how", ["none", "recomputed", "reentrant"])
 
 
+@pytest.mark.thorough
 @families
 @checkpoints
 def test_losses_and_gradients_are_those_of_the_documents_alone(family: str, how: str) -> None:
@@ -116,6 +117,7 @@ def test_no_gradient_crosses_a_border(family: str, how: str) -> None:
     assert not touched[third].any()
 
 
+@pytest.mark.thorough
 @families
 def test_a_second_batch_before_the_first_ones_backward(family: str) -> None:
     """What recomputes in the backward pass sees the borders of its own rows, not of those that came last."""

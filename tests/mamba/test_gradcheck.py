@@ -24,6 +24,7 @@ SIZES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("norm_eps", [None, 1e-6], ids=["mamba", "falcon"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "padded and packed"])
 def test_of_the_mixer(norm_eps: float | None, cut: bool) -> None:

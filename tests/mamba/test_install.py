@@ -92,6 +92,7 @@ def test_logits_and_all_gradients_in_fp32(family: str, changes: dict[str, bool],
     assert max(found.values()) < FP32, found
 
 
+@pytest.mark.thorough
 @families
 def test_logits_and_all_gradients_in_bf16(family: str) -> None:
     model = model_of(family)
@@ -161,6 +162,7 @@ def test_an_adapter_on_x_proj_has_their_gradients(family: str) -> None:
     assert max(errors(results(model), wanted).values()) < FP32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["conv1d", "x_proj", "dt_proj", "out_proj"])
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"])
 def test_a_hook_is_called(name: str, kind: str) -> None:
@@ -191,6 +193,7 @@ def test_a_hook_on_every_module_of_the_process_is_called() -> None:
     assert seen.count("Conv1d") + seen.count("Linear") > 2 * 3  # not in_proj alone
 
 
+@pytest.mark.thorough
 @families
 def test_generation_is_the_same(family: str) -> None:
     model = model_of(family).eval()

@@ -92,6 +92,7 @@ def errors(weights: Weights, xz: Tensor, dtype: torch.dtype, **settings: Any) ->
     return found | {"y": error(y, wanted)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("norm_eps", [None, 1e-6], ids=["mamba", "falcon"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "padded and packed"])
 @pytest.mark.parametrize("length", [1, 3, 37])

@@ -29,18 +29,21 @@ def too_large(shape: Shape, dtype: torch.dtype = torch.float32, **drawn: float) 
     return {name: size for name, size in errors.items() if not size < BOUND[dtype]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 255, 1000, pytest.param(4097, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_lengths(length: int, batch: int) -> None:
     assert too_large(Shape(batch=batch, channels=3, length=length, states=8)) == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("states", [1, 8, 16, 64, 65])
 @pytest.mark.parametrize("channels", [1, 31, 64, 1536])
 def test_channels_and_states(channels: int, states: int) -> None:
     assert too_large(Shape(channels=channels, length=70, states=states)) == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shift", [-15.0, -8.0, 2.0, 20.0])
 def test_time_steps_from_tiny_to_large(shift: float) -> None:
     """From one in a million, where states never fade, to twenty, where none outlives a step."""
@@ -84,6 +87,7 @@ def test_without_a_softplus() -> None:
     assert all(error(found[name], expected[name]) < BOUND[torch.float32] for name in expected)
 
 
+@pytest.mark.thorough
 def test_documents_that_start_remember_nothing() -> None:
     inputs = make(Shape(batch=2, length=200))
     starts = torch.rand(2, 200, generator=torch.Generator().manual_seed(1)) < 0.05
@@ -98,7 +102,8 @@ def test_documents_that_start_remember_nothing() -> None:
     assert torch.allclose(cut["out"], found["out"][:1, :, first:], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("path", ["chunked", "reference"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", ["chunked", pytest.param("reference", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("softplus", "packed"), [(True, False), (False, True)])
 def test_gradcheck(path: Path, softplus: bool, packed: bool) -> None:
     inputs = {name: tensor.double() for name, tensor in make(Shape(2, 3, 11, 3)).items()}

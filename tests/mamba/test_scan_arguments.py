@@ -160,6 +160,7 @@ def elsewhere(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> 
     return Scan(**made, delta_softplus=True, starts=None)
 
 
+@pytest.mark.thorough
 def test_which_path_is_taken_without_a_word() -> None:
     assert fitting(elsewhere(Shape(states=64), "cpu")) == "chunked"
     assert fitting(elsewhere(Shape(states=65), "cpu")) == "chunked"
@@ -187,6 +188,7 @@ def test_the_slow_path_is_said_once(device: str, states: int, said: str) -> None
     assert [str(each.message) for each in heard] == [said]
 
 
+@pytest.mark.thorough
 def test_a_gpu_without_triton() -> None:
     """In a process that cannot import it."""
     script = (

@@ -336,8 +336,9 @@ def attentions_of(family: str) -> tuple[str, ...]:
 CASES = [(family, attention) for family in FAMILIES for attention in attentions_of(family)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "attention"), CASES)
-@pytest.mark.parametrize("width", DTYPES)
+@pytest.mark.parametrize("width", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_saved_bytes_of_a_layer(family: str, attention: str, width: int) -> None:
     """What a second layer adds to a model of one."""
     config = FAMILIES[family]
@@ -348,6 +349,7 @@ def test_saved_bytes_of_a_layer(family: str, attention: str, width: int) -> None
         assert abs(relative(cost.saved, real)) < 0.01, (batch, sequence, cost.saved, real)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
     ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gemma3_text", "gpt2", "qwen2_moe")), "mamba"],
@@ -371,6 +373,7 @@ def test_a_checkpointed_layer_keeps_its_input(family: str, width: int) -> None:
     assert kept[1] - kept[0] == stream
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "phi3", "stablelm", "gemma3_text"])
 @pytest.mark.parametrize("width", DTYPES)
 def test_saved_bytes_of_the_matrix_product_fallback(family: str, width: int) -> None:
@@ -438,6 +441,7 @@ def test_the_mask_of_packed_documents(family: str, attention: str) -> None:
         assert mask_bytes(mixer, setting) == mask.untyped_storage().nbytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3"])
 def test_packed_documents_cost_grouped_heads_and_a_mask_a_layer(family: str) -> None:
@@ -460,6 +464,7 @@ class FusedDropout(torch.nn.Module):
         return torch.ops.aten.native_dropout(x, 0.1, True)[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's own doing, for experts
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("targets", ["all", "attention"])
@@ -513,6 +518,7 @@ def test_lora_layers(family: str, targets: str, width: int, adapter_width: int, 
         assert abs(relative(lowest.saved, sum(kept.values()))) < 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "phi3"])
 @pytest.mark.parametrize(("width", "adapter_width"), [(2, 2), (2, 4)])
 def test_frozen_layers_under_zero3_keep_their_inputs(
@@ -588,6 +594,7 @@ def cuda_kernels() -> Iterator[None]:
 MASKLESS = ["llama", "qwen2", "qwen3", "phi3", "gemma", "gemma3_text", "olmo2", "stablelm", "gpt2", "gpt_neox"]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("family", MASKLESS)
 def test_flash_attention_on_the_meta_device(family: str) -> None:
@@ -600,6 +607,7 @@ def test_flash_attention_on_the_meta_device(family: str) -> None:
         assert abs(relative(cost.saved, real.saved)) < 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("family", MASKLESS)
 @pytest.mark.parametrize("width", DTYPES)
@@ -614,6 +622,7 @@ def test_memory_efficient_attention_on_the_meta_device(family: str, width: int) 
         assert abs(relative(cost.saved, real.saved)) < 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "starcoder2", "phi3"])
 @pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
@@ -631,6 +640,7 @@ def test_a_window_shorter_than_the_sequence_brings_a_mask(family: str, kernel: s
 # --- peaks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_the_worst_moments_of_a_layer(family: str, attention: str) -> None:
     config = FAMILIES[family]
@@ -760,6 +770,7 @@ def broadcast_chunk_scan(
     return out[:, :length] if pad else out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", DTYPES)
 def test_mamba2_before_einsum(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.mamba2 import modeling_mamba2

@@ -63,6 +63,7 @@ def built(name: str, dtype: Any, trains: Trains, *, checkpointed: bool = False) 
     return model.train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -368,11 +367,10 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def _run_deepspeed(names: list[str]) -> dict[str, Any]:
     """What it found, or why it failed: the other workers need not try again."""
-    command = [sys.executable, __file__, json.dumps([scenario(name) for name in names])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    except subprocess.TimeoutExpired as error:
-        return {"failed": str(error)}
+    import warm_desk
+
+    script = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+    done = warm_desk.python(script, json.dumps([scenario(name) for name in names]), ranks=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     if not lines:
         return {"failed": done.stderr[-2000:]}

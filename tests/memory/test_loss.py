@@ -51,6 +51,7 @@ def built(model_type: str, dtype: Any, *, checkpointed: bool) -> Any:
 LOSSES = [(family, fused) for family in FAMILIES for fused in (False, True) if not (fused and family == "gemma2")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("model_type", "fused"), LOSSES)

@@ -53,6 +53,7 @@ def kept_by(family: str, layers: int, width: int, targets: tuple[str, ...]) -> i
     return saved_bytes(model, lambda: model(input_ids=ids, use_cache=False).logits)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("adapted", ADAPTED)
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba"])

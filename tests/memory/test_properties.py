@@ -24,6 +24,8 @@ from tightfit.model.load import load_model, shape_from_config
 from tightfit.model.presets import PRESETS
 from tightfit.types import Buckets, Checkpointing, Engine, Footprint, Gpu, Hardware, Levers, Lora, ModelShape, UserError
 
+pytestmark = pytest.mark.thorough
+
 TRAINING = ("forward", "loss", "backward", "step")
 STATE = ("weights", "master_weights", "optimizer_states", "gradients")
 NONE, FULL, OFFLOADED = Checkpointing(layers=0), Checkpointing(layers=None), Checkpointing(layers=None, offload=True)

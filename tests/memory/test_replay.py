@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +63,7 @@ def steps(draw: st.DrawFn) -> tuple[Model, Passes, GatherLimits]:
     return made, passes, replace(limits, max_live=max(limits.max_live, 1))
 
 
+@pytest.mark.thorough
 @settings(derandomize=True)
 @given(steps())
 def test_two_known_steps_make_all_between(drawn: tuple[Model, Passes, GatherLimits]) -> None:

@@ -27,6 +27,7 @@ def off(predicted: int, measured: int) -> float:
     return max(abs(predicted - measured) - ROUNDING_BYTES, 0) / max(measured, ROUNDING_BYTES)
 
 
+@pytest.mark.thorough
 @every_row
 def test_peak(row: Row) -> None:
     assert off(predict(row).gpu.peak_bytes, row.peak_bytes) <= PEAK
@@ -87,10 +88,12 @@ def test_what_a_scenario_leaves_out() -> None:
     assert full.buckets.reduce_bucket == 7
 
 
+@pytest.mark.thorough
 def test_the_page_and_the_readme_are_current() -> None:
     assert accuracy.main(["--check"]) == 0, "run: python benchmarks/accuracy.py"
 
 
+@pytest.mark.thorough
 def test_a_stale_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "PAGE", accuracy.ROOT / "docs" / "no-such-page.md")
     assert accuracy.main(["--check"]) == 1

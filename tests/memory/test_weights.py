@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("targets", [None, ("q_proj", "v_proj")])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_adapters_are_those_of_peft(model_type: str, targets: tuple[str, ...] | None) -> None:

@@ -84,12 +84,14 @@ def test_every_text_is_there_in_every_language_with_the_same_fields() -> None:
     assert not wrong
 
 
+@pytest.mark.thorough
 def test_every_id_in_the_code_has_a_text_and_every_text_is_said() -> None:
     said = {name for _, _, name in ids_in_the_code()}
     assert {each for each in known() if each.partition(".")[0] not in BY_NAME} <= said
     assert not {name for name in said - set(known()) if "-" in name}
 
 
+@pytest.mark.thorough
 def test_every_text_of_the_help_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked, fill = set(), messages._Filler.fill
 
@@ -121,6 +123,7 @@ def test_a_message_is_given_the_fields_of_its_text() -> None:
     assert not wrong
 
 
+@pytest.mark.thorough
 def test_a_note_of_lint_is_given_the_fields_of_what_it_says_and_its_fix_needs_none() -> None:
     texts, checked, wrong = known(), 0, []
     for path, node in code():

@@ -141,6 +141,7 @@ def our_tensors(shape: ModelShape) -> list[tuple[str, tuple[int, ...]]]:
 CASES = list(cases())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "config"), CASES, ids=[f"{family}-{i}" for i, (family, _) in enumerate(CASES)])
 def test_tensors_are_those_of_transformers_in_its_order(family: str, config: Config) -> None:
     config = {"model_type": family, **config}
@@ -168,6 +169,7 @@ BARE_OF: dict[str, Config] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_absent_keys_mean_what_transformers_means_by_them(family: str) -> None:
     config = {"model_type": family, **BARE_OF.get(family, BARE)}
@@ -232,6 +234,7 @@ def random_config(family: str, draw: random.Random) -> Config:
     return config
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_random_configs_have_the_tensors_of_transformers(family: str) -> None:
     draw = random.Random(family)  # noqa: S311 the same ones every time
@@ -253,6 +256,7 @@ def test_a_config_that_transformers_saved_is_read_back(family: str, tmp_path: Pa
     assert our_tensors(load_model(str(tmp_path))) == built_tensors(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family",
     sorted(set(FAMILIES) - {"gpt2", "gpt_neox", "mamba", "falcon_mamba", "mamba2", "stablelm"}),
@@ -318,6 +322,7 @@ def test_what_the_kinds_of_layer_say() -> None:
     assert mamba2.blocks[0].mixer == Mamba2(inner=96, state=128, conv=4, heads=12, head_dim=8, groups=2, chunk=256)
 
 
+@pytest.mark.thorough
 def test_the_measured_gemma_config_gets_the_defaults_of_its_class() -> None:
     sizes = {"vocab_size": 262208, "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "tie_word_embeddings": True}
@@ -488,6 +493,7 @@ def test_random_json_never_crashes(family: Any, sizes: Config, rest: Config) -> 
             assert read({**rest, **sizes, "model_type": family}, "random").parameters > 0
 
 
+@pytest.mark.thorough
 @given(st.data())
 def test_one_wrong_value_in_a_right_config_never_crashes(data: st.DataObject) -> None:
     family, config = data.draw(st.sampled_from(CASES))
@@ -615,6 +621,7 @@ def desk(code: str, **environment: str) -> str:
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.thorough
 def test_a_cached_model_is_read_offline_and_torch_stays_out(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--some--model"
     snapshot = repository / "snapshots" / ("0" * 40)
@@ -635,6 +642,7 @@ def test_a_cached_model_is_read_offline_and_torch_stays_out(tmp_path: Path) -> N
     assert heavy == "set()"
 
 
+@pytest.mark.thorough
 def test_presets_and_files_need_no_hub_library() -> None:
     code = (
         "import sys\nfrom tightfit.model.load import load_model\nload_model('qwen2.5-7b')\n"

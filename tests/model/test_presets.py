@@ -27,6 +27,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_the_tensors_of_the_model_that_transformers_builds(name: str) -> None:
     import torch

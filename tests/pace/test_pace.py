@@ -114,6 +114,7 @@ def seconds(shape: ModelShape, levers: Levers, hardware: Hardware) -> float:
 # --- every figure -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @every_model
 def test_causes_are_positive_and_add_up(name: str) -> None:
     shape, machines = model(name), [machine(word) for word in MACHINES]
@@ -130,6 +131,7 @@ def test_causes_are_positive_and_add_up(name: str) -> None:
     assert asked > 400
 
 
+@pytest.mark.thorough
 @every_model
 @pytest.mark.parametrize(
     "changed",
@@ -156,6 +158,7 @@ def test_odd_settings_have_a_pace(name: str, changed: dict[str, Any]) -> None:
         assert found.step_s == pytest.approx(sum(found.causes.values()))
 
 
+@pytest.mark.thorough
 @every_model
 @table("method", METHODS)
 def test_all_depths_at_once_are_each_depth_alone(name: str, method: Method) -> None:
@@ -183,6 +186,7 @@ every_machine = table("word", MACHINES)
 LORA = {"method": "lora", "lora": Lora()}
 
 
+@pytest.mark.thorough
 @some_models
 @every_machine
 def test_more_tokens_take_longer(name: str, word: str) -> None:
@@ -195,6 +199,7 @@ def test_more_tokens_take_longer(name: str, word: str) -> None:
         assert seconds(shape, replace(levers, micro_batch=100_000), hardware) > one
 
 
+@pytest.mark.thorough
 @some_models
 @every_machine
 def test_accumulation_saves_optimizer_steps_and_larger_micro_batches_save_passes(name: str, word: str) -> None:
@@ -205,6 +210,7 @@ def test_accumulation_saves_optimizer_steps_and_larger_micro_batches_save_passes
         assert seconds(shape, replace(levers, micro_batch=8), hardware) <= accumulated
 
 
+@pytest.mark.thorough
 @some_models
 @table("rate", ["bf16_flops", "memory_bytes_per_s", "link_bytes_per_s"])
 def test_a_faster_card_is_not_slower(name: str, rate: str) -> None:
@@ -239,6 +245,7 @@ def test_a_slower_link_is_not_faster(name: str) -> None:
         assert order == sorted(order)
 
 
+@pytest.mark.thorough
 @some_models
 @every_machine
 def test_offload_adds(name: str, word: str) -> None:

@@ -77,10 +77,12 @@ def test_others_measured_about_the_same(figure: Published) -> None:
 # --- the page -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_page_is_current() -> None:
     assert pace_accuracy.main(["--check"]) == 0, "run: python benchmarks/pace_accuracy.py"
 
 
+@pytest.mark.thorough
 def test_a_stale_page_is_noticed() -> None:
     text = pace_accuracy.PAGE.read_text(encoding="utf-8")
     changed = text.replace(f"| `PRODUCT_SHARE` | `{rates.PRODUCT_SHARE}` |", "| `PRODUCT_SHARE` | `0.99` |")
@@ -88,11 +90,13 @@ def test_a_stale_page_is_noticed() -> None:
     assert pace_accuracy.page(changed, RUNS) == text
 
 
+@pytest.mark.thorough
 def test_a_page_without_its_markers_is_refused() -> None:
     with pytest.raises(SystemExit, match="no <!-- constants -->"):
         pace_accuracy.page(pace_accuracy.PAGE.read_text(encoding="utf-8").replace("<!-- constants -->", ""), RUNS)
 
 
+@pytest.mark.thorough
 def test_every_constant_is_listed_with_its_source() -> None:
     lines = pace_accuracy.constants().splitlines()[2:]
     listed = {name for line in lines for name in line.split("`")[1].split(", ")}

@@ -12,6 +12,7 @@ from tightfit.planner import plan
 from tightfit.planner.question import needed_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engines", [{"zero2"}, {"zero1", "zero3"}, {"fsdp2"}])
 def test_only_the_named_engines_are_considered(engines: set[str]) -> None:
     """Also on fewer GPUs than there are."""
@@ -24,6 +25,7 @@ def test_only_the_named_engines_are_considered(engines: set[str]) -> None:
     assert free.pace.step_s <= answer.chosen.pace.step_s
 
 
+@pytest.mark.thorough
 def test_building_the_model_needs_the_card_and_the_steps_the_margin_too() -> None:
     way = plan(Job(model="qwen1.5-0.5b", hardware=Machine(gpus="1x24GB", host_ram="64GB"))).chosen
     assert way is not None

@@ -66,7 +66,7 @@ def test_a_card_with_room_for_a_second_copy_of_the_weights_loses_nothing() -> No
     assert max(needs.values()) > min(needs.values())  # the jump is there
 
 
-SCALES = [("qwen1.5-0.5b", "2x24GB", 3, 12), ("qwen1.5-1.8b", "1x24GB", 5, 24)]
+SCALES = [("qwen1.5-0.5b", "2x24GB", 3, 12), pytest.param("qwen1.5-1.8b", "1x24GB", 5, 24, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("model", "word", "first", "last"), SCALES)
@@ -123,12 +123,15 @@ def with_gpus(model: str, hardware: Hardware, method: str, batch: int | None) ->
     return [best(question) for question in asked]
 
 
-FEW = [("qwen1.5-0.5b", "lora", "1x4GB"), ("qwen1.5-1.8b", "full", "1x24GB")]
+FEW = [("qwen1.5-1.8b", "full", "1x24GB")]
 MANY = [
-    (model, method, word)
-    for model in ("qwen1.5-0.5b", "1b_mamba", "qwen2.5-7b", "7b_mamba", "qwen2.5-32b")
-    for method in ("full", "lora")
-    for word in ("1x8GB", "1xRTX4090", "1xA100-80GB")
+    ("qwen1.5-0.5b", "lora", "1x4GB"),
+    *(
+        (model, method, word)
+        for model in ("qwen1.5-0.5b", "1b_mamba", "qwen2.5-7b", "7b_mamba", "qwen2.5-32b")
+        for method in ("full", "lora")
+        for word in ("1x8GB", "1xRTX4090", "1xA100-80GB")
+    ),
 ]
 
 

@@ -16,8 +16,8 @@ from tightfit.types import Checkpointing
 HEAVY = ("torch", "deepspeed", "transformers", "peft", "accelerate", "numpy")
 TYPICAL = [
     ("qwen2.5-7b", "full", "8xRTX4090"),
-    ("llama-3.1-8b", "lora", "1xRTX4090"),
-    ("7b_mamba", "full", "6x32GB"),
+    pytest.param("llama-3.1-8b", "lora", "1xRTX4090", marks=pytest.mark.slow),
+    pytest.param("7b_mamba", "full", "6x32GB", marks=pytest.mark.slow),
     ("qwen2.5-32b", "lora", "8xK100-64GB"),
 ]
 PLAN = """
@@ -34,6 +34,7 @@ MOST_S = 4.0
 """Of the processor's time: a search that became several times slower is seen, a busy machine is not."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "method", "gpus"), TYPICAL)
 def test_a_typical_job_has_thousands_of_candidates(model: str, method: str, gpus: str) -> None:
     done = subprocess.run(
@@ -46,12 +47,13 @@ def test_a_typical_job_has_thousands_of_candidates(model: str, method: str, gpus
     assert not [name for name in modules if name.split(".")[0] in HEAVY]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "method", "gpus", "most"),
     [
-        ("qwen2.5-7b", "full", "8xRTX4090", 60),
+        pytest.param("qwen2.5-7b", "full", "8xRTX4090", 60, marks=pytest.mark.slow),
         ("7b_mamba", "full", "6x32GB", 170),
-        ("gemma-3-27b", "lora", "4x80GB", 65),
+        pytest.param("gemma-3-27b", "lora", "4x80GB", 65, marks=pytest.mark.slow),
         ("qwen2.5-32b", "qlora", "1x24GB", 75),
     ],
 )

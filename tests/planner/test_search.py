@@ -103,6 +103,7 @@ def test_the_choice_is_that_of_trying_everything_anywhere(question: Question, se
 # --- in any order -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["llama, two GPUs", "adapters, three GPUs"])
 def test_the_order_of_candidates_does_not_matter(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +117,7 @@ def test_the_order_of_candidates_does_not_matter(name: str, seed: int, monkeypat
     assert chosen(asked) == before is not None
 
 
+@pytest.mark.thorough
 def test_no_two_candidates_are_equally_simple() -> None:
     """Equally fast ways would otherwise be told apart by their place in a list."""
     question = QUESTIONS["llama, two GPUs"]()
@@ -129,6 +131,7 @@ def test_no_two_candidates_are_equally_simple() -> None:
 # --- what the search takes for granted ----------------------------------------------------------
 
 
+@pytest.mark.thorough
 @properties()
 @given(corners_of_any_job())
 def test_more_recomputing_layers_never_make_a_step_faster(drawn: tuple[Question, candidates.Corner]) -> None:
@@ -142,6 +145,7 @@ def test_more_recomputing_layers_never_make_a_step_faster(drawn: tuple[Question,
     assert pace(question.shape, offloaded, question.hardware).step_s >= times[-1] * (1 - 1e-12)
 
 
+@pytest.mark.thorough
 @properties()
 @given(corners_of_any_job())
 def test_arithmetic_alone_takes_no_longer_than_the_gpus_own_work(drawn: tuple[Question, candidates.Corner]) -> None:
@@ -151,6 +155,7 @@ def test_arithmetic_alone_takes_no_longer_than_the_gpus_own_work(drawn: tuple[Qu
     assert clock.least_s(sequences) <= clock.own_s(corner.rest, corner.choice)
 
 
+@pytest.mark.thorough
 @properties()
 @given(corners_of_any_job())
 def test_the_need_of_every_engine_but_zero3_is_a_valley(drawn: tuple[Question, candidates.Corner]) -> None:
@@ -164,6 +169,7 @@ def test_the_need_of_every_engine_but_zero3_is_a_valley(drawn: tuple[Question, c
     assert needs[-1] - min(needs) <= Ladder(question, corner, set())._rise // (1 + len(question.caps))
 
 
+@pytest.mark.thorough
 @properties()
 @given(corners_of_any_job())
 def test_no_engine_needs_less_than_its_floors(drawn: tuple[Question, candidates.Corner]) -> None:
@@ -187,6 +193,7 @@ def test_no_engine_needs_less_than_its_floors(drawn: tuple[Question, candidates.
     assert all(low <= own for low, own in zip(floors_by_depth(question, alike, depths), floors, strict=True))
 
 
+@pytest.mark.thorough
 @properties()
 @given(corners_of_any_job())
 def test_a_scale_weighs_what_an_estimate_does(drawn: tuple[Question, candidates.Corner]) -> None:
@@ -261,6 +268,7 @@ def test_depths_go_from_none_to_all(layers: int) -> None:
     assert depths_to_try(layers, partial=False) == (0, layers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hardware", ["8xRTX4090", "1x24GB", "4xA100-80GB"])
 def test_another_trainer_recomputes_all_layers_or_none(hardware: str) -> None:
     job = Job(model="qwen2.5-7b", method="lora", hardware=Machine(gpus=hardware, host_ram="256GB"))
@@ -272,6 +280,7 @@ def test_another_trainer_recomputes_all_layers_or_none(hardware: str) -> None:
     assert mine.chosen.pace.step_s <= others.chosen.pace.step_s
 
 
+@pytest.mark.thorough
 def test_every_gpu_means_every_gpu() -> None:
     """Where fewer would do better, or are all that fits."""
     job = Job(model="tiny_llama", effective_batch=8, hardware=Machine(gpus="8xRTX4090", host_ram="64GB"))
@@ -325,6 +334,7 @@ def test_a_pinned_micro_batch_never_changes_the_batch_on_fewer_gpus() -> None:
         assert levers.micro_batch * levers.accumulation * asked.hardware.world == question.effective_batch
 
 
+@pytest.mark.thorough
 def test_a_shape_from_the_smallest_card_up() -> None:
     """Nothing fits, then everything does, and in between the choice only gets faster."""
     shape: ModelShape = built("llama", 4, 512, 5000, True)

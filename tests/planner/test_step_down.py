@@ -23,6 +23,8 @@ from tightfit.planner.search import search, something_fits
 from tightfit.planner.step_down import MARGIN, NoWay, Shortfall, StepDown, Tried, locate, margin_bytes, step_down
 from tightfit.types import Hardware, PhaseName
 
+pytestmark = pytest.mark.thorough
+
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
 
 

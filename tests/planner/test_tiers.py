@@ -89,6 +89,7 @@ def test_auto_goes_by_the_size_of_the_card(size: int, name: str) -> None:
     assert name in str(why)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [4, 5])
 def test_auto_goes_on_to_a_tier_that_fits(size: int) -> None:
     """A 1.8B model under the usual tier for the card needs 5.4 GiB."""
@@ -122,6 +123,7 @@ def test_auto_goes_by_the_size_on_the_box() -> None:
 MODELS = [("qwen1.5-0.5b", "full"), ("qwen1.5-0.5b", "lora"), ("1b_mamba", "full"), ("1b_mamba", "lora")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "method"), MODELS)
 def test_every_tier_is_planned_for_every_kind_of_model(model: str, method: Method) -> None:
     job = Job(model=model, method=method)
@@ -157,6 +159,7 @@ def test_every_costly_value_is_said() -> None:
     assert tuple(map(str, costs)) == ("fp16 instead of bf16", "an effective batch of 16")
 
 
+@pytest.mark.thorough
 def test_what_was_said_explicitly_wins() -> None:
     job = Job(
         model="qwen1.5-0.5b",

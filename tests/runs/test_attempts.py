@@ -141,6 +141,7 @@ def test_events_of_another_version_are_shown_as_they_are() -> None:
 WRONG = ("text", -1.5, float("inf"), None, [["deep"]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [1, pytest.param(len(WRONG) - 1, marks=pytest.mark.slow)])
 def test_a_record_with_wrong_types_is_passed_over_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kinds: int

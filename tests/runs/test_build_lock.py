@@ -168,6 +168,7 @@ def test_the_sentences_name_the_file_and_what_to_type(lock: Path) -> None:
     assert not lock.exists()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_waits_for_it_is_told_so(lock: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """The stack is that of torch's own code, which waits for a real lock."""
     lock.touch()

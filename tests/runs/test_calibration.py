@@ -422,6 +422,7 @@ for turn in range(10):
 """
 
 
+@pytest.mark.thorough
 def test_runs_that_end_together_lose_nothing(tmp_path: Path) -> None:
     started = [warm_desk.Process(str(tmp_path), str(number), code=ADD) for number in range(4)]
     assert [process.wait(60) for process in started] == [0] * 4

@@ -103,6 +103,7 @@ def test_a_manifest_that_is_no_text(tmp_path: Path) -> None:
         read_manifest(folder)
 
 
+@pytest.mark.thorough
 def test_any_flipped_bit_of_a_manifest_is_seen_or_means_the_same(tmp_path: Path) -> None:
     folder = store(tmp_path, 5)
     path, before = folder / MANIFEST, read_manifest(folder)

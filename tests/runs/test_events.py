@@ -45,6 +45,7 @@ KEYS = st.sampled_from(
 )
 
 
+@pytest.mark.thorough
 @given(NAMES, st.dictionaries(KEYS, JSON, max_size=6))
 def test_no_event_is_too_odd_to_be_read_and_counted(name: str, values: dict[str, object]) -> None:
     event = event_of(json.dumps({**values, "event": name, "at": 1.0}))

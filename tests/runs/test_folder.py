@@ -40,6 +40,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.thorough
 def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         for attempt in (lambda: ClaimedFolder.claim(tmp_path, overwrite=True), lambda: check_folder(tmp_path)):
@@ -49,6 +50,7 @@ def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
             assert "--output" in str(refused.value)
 
 
+@pytest.mark.thorough
 def test_the_lock_of_a_dead_run_is_taken_over(tmp_path: Path) -> None:
     with holder(tmp_path):
         pass
@@ -65,6 +67,7 @@ def test_a_lock_of_another_machine_is_believed(tmp_path: Path) -> None:
         FolderLock.take(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", ["", '{"pid": ', '{"pid": "x"}', "\x00\x00"])
 def test_a_torn_lock_is_nobodys(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK).write_text(text)

@@ -89,6 +89,7 @@ def test_a_process_that_is_another_one_now_is_not_ended() -> None:
         process.wait()
 
 
+@pytest.mark.thorough
 def test_a_process_that_does_not_listen_is_ended_all_the_same() -> None:
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-SE", "-c", code], stdout=subprocess.PIPE) as process:

@@ -76,6 +76,7 @@ def signed(folder: Path, **said: object) -> Owner:
     return owner
 
 
+@pytest.mark.thorough
 def test_the_run_of_a_pod_that_is_gone_is_taken_over_when_its_lease_expires(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_the_run_of_a_pod_that_is_gone_is_taken_over_when_its_lease_expires(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("patient")
 def test_a_run_that_lives_on_another_machine_is_never_taken_over(tmp_path: Path) -> None:
     """Where the kernel's lock does not reach: this process finds it free."""
@@ -166,6 +168,7 @@ def test_a_run_of_this_machine_that_was_killed_is_followed_at_once(
             lock.release()
 
 
+@pytest.mark.thorough
 def test_the_same_name_after_another_boot_may_be_another_machine(tmp_path: Path) -> None:
     """Pods of a set keep their names wherever they run."""
     signed(tmp_path, host="here")
@@ -191,6 +194,7 @@ def test_a_disk_without_flock_has_the_lease(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_one_of_many_takers_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All see at the same moment that the lease has expired, and no kernel keeps them apart."""
     without_flock(monkeypatch)
@@ -230,6 +234,7 @@ def test_a_holder_that_was_only_asleep_leaves(tmp_path: Path) -> None:
     assert json.loads((tmp_path / LOCK).read_bytes()) == asdict(other)
 
 
+@pytest.mark.thorough
 def test_an_earlier_versions_lock_needs_a_word(tmp_path: Path) -> None:
     """It has no heartbeat, so standing still says nothing."""
     (tmp_path / LOCK).write_text(json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"}))
@@ -238,6 +243,7 @@ def test_an_earlier_versions_lock_needs_a_word(tmp_path: Path) -> None:
     FolderLock.take(tmp_path, take_over=True).release()
 
 
+@pytest.mark.thorough
 def test_whoever_was_killed_while_taking_over_blocks_nobody_here(tmp_path: Path) -> None:
     owner = signed(tmp_path)
     turn = tmp_path / f".lock.{owner.id}.next"

@@ -145,6 +145,7 @@ def places() -> Iterator[ParameterSet]:
                 yield pytest.param(name, each, marks=() if is_told else pytest.mark.slow)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "stranger"), list(places()))
 def test_whatever_stands_in_the_place_of_a_record_is_said_or_passed_over(
     name: str,

@@ -73,6 +73,7 @@ def test_the_words_name_folder_and_process(tmp_path: Path) -> None:
     assert str(entry(Path("/data/run")).words) == f"the run in /data/run (process {os.getpid()})"
 
 
+@pytest.mark.thorough
 def test_only_one_reserves_at_a_time(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"

@@ -23,6 +23,8 @@ from tightfit.runs.records import RunFolder
 from tightfit.runs.run import Outcome, first_failure, run
 from tightfit.types import ConfigError
 
+pytestmark = pytest.mark.thorough
+
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
 

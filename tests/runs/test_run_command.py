@@ -19,6 +19,8 @@ import patience
 import warm_desk
 from tightfit.model.presets import PRESETS
 
+pytestmark = pytest.mark.thorough
+
 ASSETS = Path(__file__).parents[1] / "assets"
 OOM = (
     "raise MemoryError('x')",

@@ -23,6 +23,8 @@ from tightfit.messages import from_json
 from tightfit.runs.external.process import Stillness
 from tightfit.runs.records import read_run
 
+pytestmark = pytest.mark.thorough
+
 ASSETS = Path(__file__).parents[1] / "assets"
 
 

@@ -64,6 +64,7 @@ def known_by(planner: Planner, external: ExternalTraining) -> Known:
 # --- measured against predicted -------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_more_than_was_predicted_is_counted_in_the_next_time(external: ExternalTraining) -> None:
     kept: list[Entry] = []
     first = planner(kept, Calibration())
@@ -102,6 +103,7 @@ def out_of_memory(allocated: int, asked: int) -> Verdict:
     )
 
 
+@pytest.mark.thorough
 def test_the_numbers_of_an_out_of_memory_are_a_lesson_too(external: ExternalTraining) -> None:
     kept: list[Entry] = []
     asked = planner(kept, Calibration())
@@ -130,6 +132,7 @@ time.sleep(0.5)
 """
 
 
+@pytest.mark.thorough
 def test_what_the_probe_saw_is_in_the_cache_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for nvidia-smi shows the command's own process with more than its card was predicted to hold."""
     tools = tmp_path / "tools"
@@ -185,6 +188,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     made.holder.wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("need", "words"),
     [

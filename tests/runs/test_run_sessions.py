@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import patience
 import warm_desk
 from tightfit.inputs.surroundings import inherited
@@ -52,6 +54,7 @@ def is_gone(pid: int) -> bool:
     return not is_alive(pid, None)
 
 
+@pytest.mark.thorough
 def test_when_the_desk_ends_the_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path) as group:
         child = child_of(tmp_path)
@@ -59,6 +62,7 @@ def test_when_the_desk_ends_the_ranks(tmp_path: Path) -> None:
     assert is_gone(child)
 
 
+@pytest.mark.thorough
 def test_when_the_desk_is_killed(tmp_path: Path) -> None:
     text = DESK.format(here=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
     desk = warm_desk.Process(str(tmp_path), code=text)

@@ -20,6 +20,8 @@ import patience
 import warm_desk
 from tightfit.runs.processes import is_alive
 
+pytestmark = pytest.mark.thorough
+
 STOPPABLE = Path(__file__).with_name("stoppable.py")
 DESK = """
 import json, sys

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 import patience
 from tightfit.runs.hang import read_stand
 from tightfit.runs.heartbeat import DUMP
@@ -30,6 +32,7 @@ trains()
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_sleeps_says_where(tmp_path: Path) -> None:
     log, ready = tmp_path / "rank-0.log", tmp_path / "ready"
     script = tmp_path / "tightfit/train/__main__.py"  # how the thread that trains is known

@@ -24,6 +24,8 @@ from tightfit.runs.processes import is_alive
 from tightfit.runs.records import AttemptRecord, read_attempts
 from tightfit.train import stop
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["shell"]
 
 UNSTEADY = Path(__file__).with_name("unsteady.py")

@@ -19,6 +19,8 @@ from tightfit.runs import launch
 from tightfit.runs.processes import mark_of
 from tightfit.runs.reservations import Reservation, Reservations
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["shell"]
 
 # --- several machines ---------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.start import machine as start_machine
 from tightfit.start import train as start_train
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["shell"]
 
 UUID = "GPU-5ad1a1f0-7a0c-4c3e-8b60-0d5a6a0c5a00"

@@ -74,6 +74,7 @@ def body(lines: list[str]) -> list[str]:
 # --- the table ----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 100, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     for answer in (planned(), hopeless()):
@@ -127,6 +128,7 @@ def test_too_much_host_ram_is_marked() -> None:
     assert "!: more than the 4.0 it has" in " ".join(lines)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("gpus", "host_ram"), [("1x4GB", "4GB"), ("1x3GB", "64GB"), ("1x8GB", "2GB")])
 def test_where_nothing_fits_the_first_row_is_the_nearest_and_every_row_says_what_it_lacks(
     gpus: str, host_ram: str
@@ -144,6 +146,7 @@ def test_where_nothing_fits_the_first_row_is_the_nearest_and_every_row_says_what
     assert f"The nearest is {strategy_name(first.levers)} with checkpointing" in " ".join(" ".join(lines).split())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "gpus", "host_ram", "lacks"),
     [("7b_mamba", "6x24GB", "256GB", "GPU"), ("qwen2.5-7b", "4x24GB", "140GB", "RAM")],
@@ -174,6 +177,7 @@ def test_what_is_missing_is_told_for_the_card_and_for_the_host() -> None:
     assert tight.startswith("would leave only 0.5 GiB of the card free ")
 
 
+@pytest.mark.thorough
 def test_after_an_allowed_change_only_the_new_training_is_shown() -> None:
     answer = planned("1xRTX4090", "32GB", model="llama-3.1-8b", allow="lora", effective_batch=1)
     lines = drawn(draw_plan, answer)
@@ -190,6 +194,7 @@ def test_a_column_tells_the_gpus_only_where_ways_differ_in_them() -> None:
     assert " GPUs " in drawn(draw_ways, [("", way), ("", one)])[0]
 
 
+@pytest.mark.thorough
 def test_the_longest_words_still_fit() -> None:
     way = chosen_of(planned("8xA100-80GB", effective_batch=1024))
     levers = replace(
@@ -220,6 +225,7 @@ def test_what_changes_the_training_stands_out() -> None:
     assert lines[lines.index("IT CHANGES THE TRAINING:") + 1] == "  - sequences are cut."
 
 
+@pytest.mark.thorough
 def test_nothing_is_said_twice() -> None:
     answer = planned("2x8xA100-80GB")
     lines = [line for line in drawn(draw_plan, answer, width=400) if line.startswith("  - ")]
@@ -247,6 +253,7 @@ def test_levers_as_flags_leave_out_what_estimate_takes_anyway() -> None:
     assert not [flag for flag in flags if flag.startswith(("--lora-targets", "--attention", "--precision", "--world"))]
 
 
+@pytest.mark.thorough
 def test_levers_as_flags_undo_what_the_users_own_command_says() -> None:
     answer = planned(precision="fp32")
     way = chosen_of(answer)
@@ -264,6 +271,7 @@ def test_no_line_ends_between_a_flag_and_its_value(width: int) -> None:
         assert len(line.removeprefix("Levers: ").split()) % 2 == 0, line
 
 
+@pytest.mark.thorough
 def test_cards_and_gpus_are_counted() -> None:
     many, one = drawn(draw_plan, planned("2x24GB")), drawn(draw_plan, planned("1x24GB"))
     assert "on 2 × 24GB cards: " in many[0]
@@ -273,6 +281,7 @@ def test_cards_and_gpus_are_counted() -> None:
     assert "stays free." in " ".join(" ".join(one).split())
 
 
+@pytest.mark.thorough
 def test_a_timeout_that_ends_too_early_is_told_twice() -> None:
     answer = planned(max_steps=200_000)
     assert answer.hours is not None
@@ -284,6 +293,7 @@ def test_a_timeout_that_ends_too_early_is_told_twice() -> None:
         assert (f"The timeout of {timeout} cuts it off: all steps take about" in text) is is_short
 
 
+@pytest.mark.thorough
 def test_time_is_told_in_the_unit_that_people_would_use() -> None:
     told = {1: "about 1 minute for 1 step.", 1000: "minutes for 1,000", 20_000: "hours for", 2_000_000: "days for"}
     for steps, words in told.items():
@@ -299,6 +309,7 @@ def test_a_limit_is_named_first() -> None:
     assert drawn(draw_limit, nothing)[0].startswith("No sequence fits")
 
 
+@pytest.mark.thorough
 def test_tiers() -> None:
     job = job_from_flags({"model": "qwen1.5-0.5b", "gpus": "1x8GB", "host_ram": "32GB"})
     shape, hardware = model_of(job), hardware_of(job)

@@ -117,6 +117,7 @@ def test_fills_can_be_told_apart_without_colour() -> None:
     assert len(set(fills)) == len(fills)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
 @pytest.mark.parametrize("gpus", ["4x32GB", "4x12GB", "4xRTX4090", None])
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 1e3])
@@ -226,6 +227,7 @@ def test_shares_are_each_at_their_largest() -> None:
     assert max(map(len, seen(draw_shares, [share]).splitlines())) <= 80
 
 
+@pytest.mark.thorough
 def test_lists_are_at_most_80_wide() -> None:
     shapes = [load_model("3b_mamba_lite"), load_model("gemma-3-27b")]
     for text in (seen(draw_models, shapes), seen(draw_gpus, CARDS)):

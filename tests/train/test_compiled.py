@@ -14,6 +14,8 @@ import patience
 from tightfit.messages import Message
 from tightfit.train.engines.deepspeed import extensions_folder, report_meanwhile
 
+pytestmark = pytest.mark.thorough
+
 
 def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.train.engines.deepspeed.LOOK_S", 0.01)

@@ -20,6 +20,8 @@ from tightfit.train.export import export
 from tightfit.train.export_source import Spec
 from tightfit.types import UserError
 
+pytestmark = pytest.mark.thorough
+
 Config = dict[str, Any]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tightfit.train.pictures import MOST_STEPS, draw, read, smooth
 
+pytestmark = pytest.mark.thorough
+
 GIB = 2**30
 LONG = 50 * MOST_STEPS
 

@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 SLOW = (
     *("zero0", "zero1", "zero3", "zero0 fp32", "zero1 fp32", "zero2 fp32", "fsdp2 fp32 fused"),
-    *("zero3 offloaded", "fsdp2 offloaded", "zero3 mamba", "fsdp2 mamba", "zero2 lora", "zero3 lora"),
+    *("zero3 offloaded", "fsdp2 offloaded", "zero3 mamba", "fsdp2 mamba", "zero2 lora", "zero3 lora", "fsdp2"),
 )
 """What another way covers nearly as well."""
 NEUTRAL = ("zero0", "zero1", "zero2", "zero3 offloaded")

@@ -74,8 +74,9 @@ def save_share(rank: int, world: int, barrier: Callable[[], None], folder: Path,
     write_model(folder, pieces, names, rank=rank, world=world, barrier=barrier, style=style)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mamba", "mixtral"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "mamba", "mixtral"])
 def test_from_pretrained_loads_what_the_ranks_wrote(tmp_path: Path, family: str, world: int) -> None:
     model = real(config_of(family))
     shard_bytes = 200_000 if world == 2 else 5 * 10**9
@@ -197,6 +198,7 @@ def one_rank_fails(rank: int, world: int, barrier: Callable[[], None], folder: P
         os._exit(22 if "rank 1 could not write" in str(error) else 1)
 
 
+@pytest.mark.thorough
 def test_when_one_rank_fails_all_of_them_say_so(tmp_path: Path) -> None:
     assert run_ranks(3, one_rank_fails, tmp_path / "model") == [22, 21, 22]
     assert list(tmp_path.iterdir()) == []

@@ -27,6 +27,7 @@ def whole(source: Scratch, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return source.read(name, shape, 0, math.prod(shape))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_is_distributed_as_transformers_draws_it(family: str) -> None:
     config = config_of(family)
@@ -83,6 +84,7 @@ def test_any_split_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
+@pytest.mark.thorough
 def test_seed_and_name_decide_and_nothing_else() -> None:
     config = config_of("llama")
     first, other = Scratch(on_meta(config), seed=0), Scratch(on_meta(config), seed=1)

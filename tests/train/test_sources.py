@@ -38,6 +38,7 @@ def assert_same(source: Safetensors, model: Any) -> None:
         assert torch.equal(source.read(name, shape, 0, math.prod(shape)), tensor.flatten()), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_saves_can_be_read(tmp_path: Path, family: str) -> None:
     model = real(config_of(family))
@@ -89,6 +90,7 @@ def test_other_spellings(tmp_path: Path, family: str, rename: Any) -> None:
     assert_same(open_weights(folder, on_meta(config_of(family))), model)
 
 
+@pytest.mark.thorough
 def test_the_text_model_out_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -104,6 +106,7 @@ def test_the_text_model_out_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(source.read(f"model.{name}", shape, 0, tensor.numel()), tensor.flatten()), name
 
 
+@pytest.mark.thorough
 def test_a_form_that_only_transformers_knows_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter

@@ -69,6 +69,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         find_weights(str(tmp_path / "model.safetensors"))
 
 
+@pytest.mark.thorough
 def test_what_the_cache_answers_without_a_network(tmp_path: Path) -> None:
     whole = cached(tmp_path, "whole/model", ("config.json", "model.safetensors", "tokenizer.json"))
     cached(tmp_path, "config/alone", ("config.json",))
@@ -84,6 +85,7 @@ def test_what_the_cache_answers_without_a_network(tmp_path: Path) -> None:
     assert (no_modelscope[0], "pip install modelscope" in no_modelscope[1]) == ("error", True)
 
 
+@pytest.mark.thorough
 def test_no_network_is_one_sentence(tmp_path: Path) -> None:
     ((kind, text),) = asked("some/model", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
     assert kind == "error"
@@ -99,6 +101,7 @@ def snapshot_download(model_id, allow_patterns=None):
 """
 
 
+@pytest.mark.thorough
 def test_modelscope_is_asked_where_hugging_face_has_no_answer(tmp_path: Path) -> None:
     # The package is not among what is installed for tests: this one has its one function.
     (tmp_path / "modelscope.py").write_text(MODELSCOPE.format(folder=str(tmp_path)), encoding="utf-8")
@@ -151,6 +154,7 @@ class Mirror(BaseHTTPRequestHandler):
         """Quiet."""
 
 
+@pytest.mark.thorough
 def test_a_mirror_is_fetched_from_and_tells_how_far_it_is(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
     Thread(target=server.serve_forever, daemon=True).start()

@@ -12,6 +12,8 @@ import pytest
 
 from tightfit.train.stop import SAME_S, Stop
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 from tightfit.train.stop import Stop

@@ -35,6 +35,7 @@ def gradients(dtype: torch.dtype, loss_scale: float) -> tuple[torch.Tensor, torc
     return hidden.grad.float() / loss_scale, weight.grad.float() / loss_scale
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("power", [10, 14, 16])
 def test_fp16_gradients_of_a_small_share_are_not_lost(power: int) -> None:
     for wanted, found in zip(gradients(torch.float32, 1.0), gradients(torch.float16, 2.0**power), strict=True):

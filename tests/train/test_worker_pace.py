@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import worker_pace
 
 
@@ -28,6 +29,7 @@ def test_the_rounds_of_a_side_are_one_median_of_all_their_steps() -> None:
     assert worker_pace.together([rounds[0], {"error": "timed out"}]) == {"error": "timed out"}
 
 
+@pytest.mark.thorough
 def test_only_names_a_part_of_a_folders_name(tmp_path: Path) -> None:
     worker_pace.prepare(tmp_path, "FSDP2,32B")
     assert sorted(place.name for place in tmp_path.iterdir()) == [

@@ -345,7 +345,7 @@ def test_every_drawing_has_its_figures_as_text(page: Any, link: str, language: s
     see(page, "light", f"{home_of(link)}/runs/view?run=0/going", language)
     page.wait_for_selector("#memory tr")
     for name in ("loss", "pace", "memory"):
-        assert page.text_content(f"#d-{name}")
+        page.wait_for_selector(f"#d-{name}:not(:empty)", state="attached")
         page.locator(f"details:has(#table-{name}) summary").click()
         page.wait_for_selector(f"#table-{name} tbody tr:nth-child(29)")
 

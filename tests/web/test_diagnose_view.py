@@ -34,6 +34,7 @@ def asked(log: bytes, tmp_path: Path, path: str = "/diagnose/answer", **headers:
     return answer.status_code, answer.text
 
 
+@pytest.mark.thorough
 @table("path", CAPTURED[::7], ids=lambda path: path.stem)
 def test_the_page_says_what_the_command_line_says(path: Path, tmp_path: Path) -> None:
     status, text = asked(path.read_bytes(), tmp_path)
@@ -47,6 +48,7 @@ def test_the_page_says_what_the_command_line_says(path: Path, tmp_path: Path) ->
     assert all(line["text"][:400] in shown for line in told["evidence"][:12])
 
 
+@pytest.mark.thorough
 @table("path", CAPTURED, ids=lambda path: path.stem)
 def test_every_captured_log_gets_the_verdict_of_its_file(path: Path) -> None:
     found = diagnose_view.diagnose_log(path.read_bytes(), path.name).verdict
@@ -108,6 +110,7 @@ def test_other_encodings(encoding: str, tmp_path: Path) -> None:
     assert "GPU" in asked(("训练\n" + OOM).encode(encoding), tmp_path)[1]
 
 
+@pytest.mark.thorough
 def test_too_long_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnose_view, "MOST_BYTES", 100_000)
     status, text = asked(b"x", tmp_path, **{"Content-Length": str(2 * 2**30)})

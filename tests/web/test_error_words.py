@@ -35,6 +35,7 @@ BAD: tuple[dict[str, str], ...] = (
 """Questions that make no sense."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", BAD, ids=",".join)
 def test_a_question_that_makes_no_sense_is_answered_in_chinese(
     wrong: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,7 @@ def test_a_post_where_none_belongs(tmp_path: Path) -> None:
     assert stranger(tmp_path).post(f"/diagnose?token={TOKEN}", content=b"x").status_code == 403
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", PATHS)
 def test_every_answer_carries_the_policy(path: str, tmp_path: Path) -> None:
     for visitor in (stranger(tmp_path), client(tmp_path)):

@@ -30,6 +30,7 @@ def read_whole(path: Path) -> History:
     return history
 
 
+@pytest.mark.thorough
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 20))
 def test_a_short_curve_keeps_the_extremes_and_the_end(losses: list[float], most: int) -> None:
     series = Series(most)
@@ -45,6 +46,7 @@ def test_a_short_curve_keeps_the_extremes_and_the_end(losses: list[float], most:
     assert steps == sorted(steps)
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=120), st.integers(2, 12))
 def test_who_follows_the_changes_has_the_same_curve(steps: list[tuple[int, bool]], most: int) -> None:
     """Whatever comes, going back to a checkpoint included."""
@@ -97,6 +99,7 @@ def test_odd_lines_and_a_torn_end_do_no_harm(tmp_path: Path) -> None:
     assert not History(tmp_path / "missing").read_on(1.0)
 
 
+@pytest.mark.thorough
 def test_a_spike_in_a_long_run_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with path.open("w") as file:

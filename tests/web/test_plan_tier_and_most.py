@@ -43,6 +43,7 @@ def without_time(tree: Any) -> Any:
     return tree
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("query", [f"{QUERY}&tier=stage3", f"{QUERY}&tier=auto&seq=1024&micro-batch=1"])
 def test_a_tier_is_answered_as_by_the_command_line(
     query: str, visitor: Any, capsys: pytest.CaptureFixture[str]
@@ -53,6 +54,7 @@ def test_a_tier_is_answered_as_by_the_command_line(
     assert without_time(page.json()) == without_time(said_by_the_command(command, capsys))
 
 
+@pytest.mark.thorough
 def test_a_tier_says_what_it_is_what_it_changes_and_what_the_search_would_do(visitor: Any) -> None:
     text = visitor.get(f"/plan?{QUERY}&tier=stage3").text
     assert "Tier stage3: ZeRO-3, for 4 to 6 GB." in text
@@ -77,11 +79,13 @@ def test_a_tier_that_cannot_be_is_one_sentence(tier: str, said: str, visitor: An
     assert said in answer.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_tier_is_answered(tier: str, visitor: Any) -> None:
     assert visitor.get(f"/plan/answer?{QUERY}&tier={tier}").status_code == 200
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wanted", "left_out"), [("seq", "seq=512&tier=minimal"), ("micro-batch", "micro-batch=1&effective-batch=2")]
 )

@@ -28,6 +28,8 @@ from tightfit.web.plan_drawing import draw
 from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words
 
+pytestmark = pytest.mark.thorough
+
 FITS = "model=1b_mamba&gpus=2&card=24GB&host-ram=64GB&seq=1024"
 TIGHT = "model=1b_mamba&gpus=1&card=8GB&host-ram=8GB&engine=zero2"
 CONFIG = json.dumps(dict(PRESETS["tiny_llama"].config))

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from visits import served, step_line, written
 
+pytestmark = pytest.mark.thorough
+
 UI = [sys.executable, "-W", "error", "-m", "tightfit", "ui", "--no-open"]
 
 

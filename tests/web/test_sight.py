@@ -75,6 +75,7 @@ def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         rank.wait()
 
 
+@pytest.mark.thorough
 def test_a_run_on_a_card(on_gpu: Path) -> None:
     worker = json.loads((on_gpu / "plan" / "worker.json").read_text())
     found = looked(on_gpu, MachineEye(1.0))
@@ -88,6 +89,7 @@ def test_a_run_on_a_card(on_gpu: Path) -> None:
     assert str(found["lights"]["lights"][0]["text"]) == "33 % of GPU 0"
 
 
+@pytest.mark.thorough
 def test_a_run_elsewhere_is_what_its_events_say(on_gpu: Path) -> None:
     record = json.loads((on_gpu / "run.json").read_text())
     (on_gpu / "run.json").write_text(json.dumps({**record, "host": "elsewhere"}))
@@ -124,6 +126,7 @@ def test_secrets_are_struck_out(tmp_path: Path) -> None:
     assert secret not in json.dumps(looked(run), default=as_json)
 
 
+@pytest.mark.thorough
 def test_nothing_is_written(on_gpu: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in on_gpu.rglob("*")}
     time.sleep(0.02)

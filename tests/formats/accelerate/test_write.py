@@ -132,6 +132,7 @@ def expected(plan: Plan) -> dict[str, object]:
     }
 
 
+@pytest.mark.thorough
 @needs_train
 def test_accelerate_takes_the_whole_grid(plans: tuple[Plan, ...], tmp_path: Path) -> None:
     asked = [plan for plan in plans if plan.chosen]

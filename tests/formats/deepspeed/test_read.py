@@ -458,6 +458,7 @@ def complaint(values: object) -> str:
     return ""
 
 
+@pytest.mark.thorough
 @given(blocks())
 @example({"scheduler": {"params": {}, "type": []}})
 def test_any_object_is_read_or_refused_in_one_line(values: dict[str, Any]) -> None:
@@ -662,6 +663,7 @@ SIZES = st.integers(-2, 10**12) | st.floats() | st.sampled_from(["auto", "5e8", 
 DEVICES = st.sampled_from(["none", "cpu", "nvme", "auto", "CPU", None])
 
 
+@pytest.mark.thorough
 @own
 @given(
     stage=st.sampled_from([0, 1, 2, 3, 3, 3, 2.0, "3", 4, None]),
@@ -740,6 +742,7 @@ def test_batch_sizes_are_completed_as_deepspeed_does(
     assert (levers.micro_batch, levers.accumulation) == right
 
 
+@pytest.mark.thorough
 @own
 @given(hidden_size=st.integers(1, 20_000), stage=st.sampled_from([0, 1, 2, 3]))
 def test_auto_is_filled_as_transformers_does(hidden_size: int, stage: int) -> None:

@@ -154,6 +154,7 @@ ALL_TUNED = Levers(engine="zero3", offload_optimizer="nvme", offload_param="nvme
 # --- DeepSpeed itself ---------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the [train] extra")
 def test_the_installed_deepspeed_takes_the_whole_grid_and_holds_our_numbers(
     plans: tuple[Plan, ...], make_plan: MakePlan, tmp_path: Path

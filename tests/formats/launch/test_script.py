@@ -169,6 +169,7 @@ def test_visible_devices_that_are_no_slots(plan_of: PlanOf, folder: Folder, visi
     assert {path.name for path in folder.path.iterdir()} == {*FILES, "launch.sh"}
 
 
+@pytest.mark.thorough
 def test_on_hip_its_own_variable_is_handed_on_and_taken_away(plan_of: PlanOf, folder: Folder) -> None:
     plan = plan_of(gpus="2xK100-64GB")
     call = start(folder, plan, Target(), HIP_VISIBLE_DEVICES="4,5,6", CUDA_VISIBLE_DEVICES="0")
@@ -292,6 +293,7 @@ def test_other_launchers_are_told_which_node_they_are(
 # --- the environment ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_cores_are_shared_out_under_offload(plan_of: PlanOf, folder: Folder) -> None:
     nproc = folder.programs / "nproc"  # the real one answers with OMP_NUM_THREADS as well, where that is set
     nproc.write_text('#!/bin/sh\necho "${OMP_NUM_THREADS:-7}"\n', encoding="utf-8")
@@ -317,6 +319,7 @@ def test_threads_are_left_alone_without_offload(plan_of: PlanOf, folder: Folder)
     assert call.env["TOKENIZERS_PARALLELISM"] == "false"
 
 
+@pytest.mark.thorough
 def test_growing_segments_are_for_cuda_only(plan_of: PlanOf, folder: Folder) -> None:
     cuda = start(folder, plan_of(), Target())
     assert cuda.env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

@@ -165,6 +165,7 @@ def test_ranks_meet_on_the_first_node(make_plan: MakePlan, tmp_path: Path) -> No
     assert int(note["env"]["OMP_NUM_THREADS"]) >= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["time limit", "time limit, B:", "preemption"])
 def test_every_signal_of_slurms_lets_the_ranks_save(make_plan: MakePlan, tmp_path: Path, case: str) -> None:
     command, env = prepared(text_of(make_plan), tmp_path, python=RANK.format(python=sys.executable))

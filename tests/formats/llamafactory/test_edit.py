@@ -12,6 +12,8 @@ import yaml
 import tightfit
 from tightfit.cli import main
 
+pytestmark = pytest.mark.thorough
+
 OFFICIAL = """### model
 model_name_or_path: Qwen/Qwen2.5-7B  # the base
 trust_remote_code: true

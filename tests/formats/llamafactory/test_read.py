@@ -362,6 +362,7 @@ def complaint(text: str) -> str:
     return ""
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.sampled_from(sorted(KNOWN)) | st.text(max_size=8) | st.booleans(), VALUES, max_size=5))
 def test_any_mapping_is_read_or_refused_in_one_line(values: dict[Any, Any]) -> None:
     assert len(complaint(yaml.safe_dump({"model_name_or_path": "m", **values})).splitlines()) <= 1

@@ -116,6 +116,7 @@ def written_keys(plan_of: MakePlan, release: str) -> set[str]:
 # --- keys and templates, against LLaMA-Factory itself ---------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("release", RELEASES)
 def test_only_known_keys_are_written(plan_of: MakePlan, release: str) -> None:
     assert written_keys(plan_of, release) == OWN_KEYS | TRAINER_KEYS
@@ -272,6 +273,7 @@ def test_a_family_without_a_template_gets_the_tokenizers_own(plan_of: MakePlan) 
 # --- the plan, read back ------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_our_own_reader_finds_the_levers_again(plan_of: MakePlan, grid: tuple[Levers, ...], tmp_path: Path) -> None:
     read = 0
     for levers in grid[::2]:  # still every engine, precision and method
@@ -425,6 +427,7 @@ def test_what_it_cannot_train_is_refused(
         values(plan_of(levers, **job), target_of(release))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_adapters_are_fp32_there_and_larger_ones_are_said(plan_of: MakePlan, method: Any) -> None:
     """It casts them up unless pure_bf16 is on; below ZeRO-3 DeepSpeed casts them down again, whatever was planned."""
@@ -487,6 +490,7 @@ def test_presets_lead_to_the_checkpoints_that_they_describe(plan_of: MakePlan, p
         assert name in str(PRESETS[preset].source)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("release", "template"), [("0.9.2", "deepseek3"), ("0.9.3", "deepseekr1")])
 @pytest.mark.parametrize(
     "word", ["deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "deepseek-ai/deepseek-r1-distill-qwen-32b"]

@@ -32,6 +32,7 @@ def config(plan: Plan) -> dict[str, Any]:
     return parsed
 
 
+@pytest.mark.thorough
 def test_the_levers_give_the_promised_footprint_again(plans: tuple[Plan, ...]) -> None:
     for plan in plans:
         assert plan.chosen is not None

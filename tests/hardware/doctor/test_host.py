@@ -126,6 +126,7 @@ def test_two_sockets(tmp_path: Path) -> None:
 # --- the disk -----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = measure_disk(tmp_path / "not" / "there" / "yet")
     assert found.folder == tmp_path
@@ -134,6 +135,7 @@ def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_folder_that_may_not_be_written_to() -> None:
     found = next(disk_rows(measure_disk(Path("/proc/self"))))
     assert found.light == "red"

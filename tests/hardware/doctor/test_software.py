@@ -44,6 +44,7 @@ def test_without_torch_planning_still_works() -> None:
     assert row.commands == ("pip install 'tightfit[train]'",)
 
 
+@pytest.mark.thorough
 def test_known_bad_pairs() -> None:
     bad = by_id(package_rows(ALL | {"peft": "0.17.1"}, CUDA))
     assert bad["peft-transformers"].light == "red"
@@ -97,6 +98,7 @@ def test_requirements_that_packages_state(monkeypatch: pytest.MonkeyPatch) -> No
     assert str(row.what) == "torch 2.13.0 asks for triton ==3.9.0, and 3.2.0 is installed"
 
 
+@pytest.mark.thorough
 def test_versions_are_read_without_importing() -> None:
     import subprocess
     import sys

@@ -71,6 +71,7 @@ def test_the_second_start_reads_no_data(built: Built, bytes_tokenizer: Any, tmp_
     assert again.train.fingerprint == first.train.fingerprint
 
 
+@pytest.mark.thorough
 def test_the_key_is_the_content(built: Built, bytes_tokenizer: Any, words_tokenizer: Any, tmp_path: Path) -> None:
     path, copy = tmp_path / "a.txt", tmp_path / "b.txt"
     path.write_text("some text " * 100, encoding="utf-8")

@@ -75,6 +75,7 @@ def test_an_answer_that_repeats_the_question_is_found_where_it_stands() -> None:
     assert [made.text[a:b] for a, b in made.answers] == ["Four.<|im_end|>"] * 2
 
 
+@pytest.mark.thorough
 def test_rendering_is_that_of_transformers(bytes_tokenizer: Any) -> None:
     messages = [{"role": turn.role, "content": turn.content} for turn in CHAT]
     for source in (CHATML, BARE_CHATML, THINKING, *TEMPLATES.values()):

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from tightfit.train.data.order import Order, permute
 
 
+@pytest.mark.thorough
 @given(count=st.integers(1, 400), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 5))
 def test_an_epoch_has_every_sample_once(count: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(count), count, seed, epoch)
     assert sorted(order.tolist()) == list(range(count))
 
 
+@pytest.mark.thorough
 @given(samples=st.integers(1, 50), window=st.integers(1, 60), steps=st.integers(1, 12))
 def test_windows_are_one_row_of_epochs(samples: int, window: int, steps: int) -> None:
     order = Order(samples, window, 3)

@@ -60,6 +60,7 @@ def test_the_shipped_dialogues() -> None:
     assert sum(bool(record["fields"]["history"]) for record in records) > len(records) / 2
 
 
+@pytest.mark.thorough
 def test_the_dialogues_by_their_own_name_use_the_shipped_recipe(kept: Built, bytes_tokenizer: Any) -> None:
     by_path = kept(DataSpec(path="shipped:dialogues", sequence=1024), bytes_tokenizer).train
     assert by_path.fingerprint == kept(PERSONA, bytes_tokenizer).train.fingerprint
@@ -78,12 +79,14 @@ ARMS = (
 )
 
 
+@pytest.mark.thorough
 def test_an_ablation_of_the_shipped_dialogues_is_one_of_the_shipped_recipe(kept: Built, bytes_tokenizer: Any) -> None:
     short = DataSpec(path="shipped:dialogues", ablation="profile_and_history", sequence=1024)
     spelt_out = DataSpec(recipe="shipped:persona", ablation="profile_and_history", sequence=1024)
     assert kept(short, bytes_tokenizer).train.fingerprint == kept(spelt_out, bytes_tokenizer).train.fingerprint
 
 
+@pytest.mark.thorough
 def test_ablations_change_prompts_and_nothing_else(kept: Built, counted: Counted, bytes_tokenizer: Any) -> None:
     arms = {}
     for name in ARMS:
@@ -96,6 +99,7 @@ def test_ablations_change_prompts_and_nothing_else(kept: Built, counted: Counted
     assert len({counted(replace(PERSONA, ablation=name), bytes_tokenizer)["targets"] for name in ARMS}) == 1
 
 
+@pytest.mark.thorough
 def test_what_each_ablation_shows(kept: Built, bytes_tokenizer: Any) -> None:
     def second(name: str | None) -> str:
         return prompts(kept(replace(PERSONA, ablation=name), bytes_tokenizer).train, bytes_tokenizer)[5]
@@ -123,6 +127,7 @@ def test_a_wrong_profile_is_that_of_other_people() -> None:
         assert {**one["fields"], "profile": 0} == {**other["fields"], "profile": 0}
 
 
+@pytest.mark.thorough
 def test_arms_with_other_answers_are_refused(built: Built, bytes_tokenizer: Any, cache: Path) -> None:
     built(PERSONA, bytes_tokenizer)
     (path,) = cache.glob("arms-*.json")
@@ -134,6 +139,7 @@ def test_arms_with_other_answers_are_refused(built: Built, bytes_tokenizer: Any,
 # --- budgets --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sequence", [200, 260, 400])
 def test_prompts_give_way_and_answers_stay(kept: Built, counted: Counted, bytes_tokenizer: Any, sequence: int) -> None:
     whole = answers(kept(PERSONA, bytes_tokenizer).train, bytes_tokenizer)
@@ -148,6 +154,7 @@ def test_prompts_give_way_and_answers_stay(kept: Built, counted: Counted, bytes_
     assert lost["history"] > lost["context"]
 
 
+@pytest.mark.thorough
 def test_answers_too_long_are_cut_alike_in_every_arm(kept: Built, counted: Counted, bytes_tokenizer: Any) -> None:
     assert ARMS[0] is None
     short = replace(PERSONA, sequence=110)
@@ -175,6 +182,7 @@ def test_a_budget_keeps_the_newest_lines_and_the_beginning_of_a_text(
     assert prompt.endswith("Assistant: done</s>\n")
 
 
+@pytest.mark.thorough
 def test_gemma_takes_every_prompt(kept: Built, words_tokenizer: Any) -> None:
     spec = replace(PERSONA, template="gemma", ablation="profile_and_history", sequence=600)
     first, *_ = prompts(kept(spec, words_tokenizer).train, words_tokenizer)
@@ -184,6 +192,7 @@ def test_gemma_takes_every_prompt(kept: Built, words_tokenizer: Any) -> None:
 # --- people held back -----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_nobody_who_is_held_back_is_trained_on(built: Built, bytes_tokenizer: Any, cache: Path) -> None:
     spec = replace(PERSONA, evaluation_split=0.15)
     split = built(spec, bytes_tokenizer)

@@ -115,6 +115,7 @@ def test_what_is_held_back_is_never_trained_on(built: Built, bytes_tokenizer: An
 # --- packing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_packed_rows_hold_every_document_whole(built: Built, bytes_tokenizer: Any, lines: Lines) -> None:
     path = lines(*documents(300))
     plain = built(DataSpec(path=path, sequence=128), bytes_tokenizer).train
@@ -131,6 +132,7 @@ def test_packed_rows_hold_every_document_whole(built: Built, bytes_tokenizer: An
     assert sorted(found) == sorted(plain[at].ids.tobytes() for at in range(len(plain)))
 
 
+@pytest.mark.thorough
 def test_packing_is_quick_and_the_same_every_time() -> None:
     lengths = np.random.default_rng(0).integers(1, 2049, size=200_000)
     order, borders = pack(lengths, 2048)
@@ -143,6 +145,7 @@ def test_packing_is_quick_and_the_same_every_time() -> None:
     assert (again[1] == borders).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_no_document_sees_another(built: Built, bytes_tokenizer: Any, lines: Lines, attention: str) -> None:
     """Logits of a packed document are those of the document alone, in fp32 up to the order of sums."""
@@ -202,6 +205,7 @@ def test_without_data_samples_are_made_up(bytes_tokenizer: Any, cache: Any) -> N
     assert not cache.exists()
 
 
+@pytest.mark.thorough
 def test_looking_at_data_loads_no_torch() -> None:
     script = (
         "import sys, tempfile\nfrom pathlib import Path\n"

@@ -102,7 +102,7 @@ def host_rows(cards: int, root: Path = Path("/")) -> Iterator[Check]:
 _LITTLE_DISK = 20 * GIB
 _NO_DISK = GIB
 _SLOW_DISK = 100e6
-_PATIENCE_S = 3.0
+_PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
