@@ -200,6 +200,7 @@ def check_sums(found: Footprint) -> None:
 @properties
 @given(shapes(), levers(), worlds)
 def test_checkpointing_keeps_less(shape: ModelShape, lever: Levers, world: int) -> None:
+    assume(shape.n_layers > 1)  # one layer has none beneath it to spare, and keeps the mask of eager attention
     none, full = priced(shape, world, replace(lever, checkpointing=NONE), replace(lever, checkpointing=FULL))
     for phase in ("forward", "loss"):
         assert held(full, phase, "activations") <= held(none, phase, "activations")
