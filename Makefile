@@ -5,7 +5,7 @@
 # again only when pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
-WORKERS ?= 3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet

@@ -641,7 +641,13 @@ def test_a_window_shorter_than_the_sequence_brings_a_mask(family: str, kernel: s
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("family", "attention"), CASES)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow) if case[1] == "eager" and (case[0], "sdpa") in CASES else case
+        for case in CASES
+    ],
+)
 def test_the_worst_moments_of_a_layer(family: str, attention: str) -> None:
     config = FAMILIES[family]
     shape = shape_of(config, 1)

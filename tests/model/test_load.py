@@ -235,7 +235,10 @@ def random_config(family: str, draw: random.Random) -> Config:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] if place % 2 else []) for place, name in enumerate(sorted(FAMILIES))],
+)
 def test_random_configs_have_the_tensors_of_transformers(family: str) -> None:
     draw = random.Random(family)  # noqa: S311 the same ones every time
     for _ in range(8):

@@ -73,7 +73,6 @@ QUICK = (
     ("qwen1.5-0.5b", "1x24GB", "full"),
     ("qwen1.5-1.8b", "4x12GB", "lora"),
     ("3b_mamba", "8xRTX4090", "full"),
-    ("qwen2.5-7b", "8xRTX4090", "lora"),
 )
 EVERY = product(MODELS, MACHINES, ("full", "lora"))
 

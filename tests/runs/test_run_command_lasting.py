@@ -255,7 +255,7 @@ module.FileBaton({lock!r}).wait()
 """Torch's own code, without the seconds that torch takes."""
 
 
-@pytest.mark.parametrize("spied", [True, False])
+@pytest.mark.parametrize("spied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_lock_that_a_killed_compiler_left_is_named_before_and_after(
     here: Path, monkeypatch: pytest.MonkeyPatch, spied: bool
 ) -> None:

@@ -48,7 +48,11 @@ build.recompute = observed
 
 
 @pytest.mark.parametrize(
-    ("family", "read"), [("olmo2", ["torch.bfloat16", "torch.float32"]), ("mamba", ["torch.float32"])]
+    ("family", "read"),
+    [
+        ("olmo2", ["torch.bfloat16", "torch.float32"]),
+        pytest.param("mamba", ["torch.float32"], marks=pytest.mark.slow),
+    ],
 )
 def test_layers_that_read_fp32_train_and_recompute(tmp_path: Path, family: str, read: list[str]) -> None:
     config_of(family, num_hidden_layers=3).save_pretrained(tmp_path / "shape")

@@ -367,7 +367,14 @@ def test_what_is_shown_on_hover_goes_with_escape(page: Any, link: str) -> None:
     assert page.is_hidden("#pop")
 
 
-@pytest.mark.parametrize("path", [FITS, UNFIT, "/runs", "/runs/view?run=0/failed", "/diagnose"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        FITS,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (UNFIT, "/runs", "/diagnose")),
+        "/runs/view?run=0/failed",
+    ],
+)
 def test_four_times_as_large_it_needs_no_sideways_scrolling(page: Any, link: str, path: str) -> None:
     """A window of 1,280 at 400 %."""
     page.goto(home_of(link) + path)

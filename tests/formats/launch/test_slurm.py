@@ -166,7 +166,7 @@ def test_ranks_meet_on_the_first_node(make_plan: MakePlan, tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", ["time limit", "time limit, B:", "preemption"])
+@pytest.mark.parametrize("case", [pytest.param("time limit", marks=pytest.mark.slow), "time limit, B:", "preemption"])
 def test_every_signal_of_slurms_lets_the_ranks_save(make_plan: MakePlan, tmp_path: Path, case: str) -> None:
     command, env = prepared(text_of(make_plan), tmp_path, python=RANK.format(python=sys.executable))
     batch = subprocess.Popen(command, env={**env, "TASKS": "2"}, cwd="/", start_new_session=True)
