@@ -116,6 +116,7 @@ def test_it_has_flags_with_help(said: dict[str, Any], verb: str) -> None:
     assert text.index("what saves memory:") < text.index("--echo") < text.index("DeepSpeed's buffers:")
 
 
+@pytest.mark.thorough
 def test_the_shell_completes_its_words(said: dict[str, Any]) -> None:
     assert re.search(r"echo_choices=\(\W*quiet\W+loud\W*\)", said["completion"]["out"])
 

@@ -83,6 +83,7 @@ def test_a_wrong_language_is_one_sentence(
     assert capsys.readouterr().err == f"tightfit: {said}\n"
 
 
+@pytest.mark.thorough
 def test_a_worker_reads_the_variable(tmp_path: Path) -> None:
     told = {**os.environ, "TIGHTFIT_LANG": "chinese"}
     process = warm_desk.Process(str(tmp_path / "worker.json"), env=told, worker=True)

@@ -109,6 +109,7 @@ def test_every_text_of_the_help_is_shown(monkeypatch: pytest.MonkeyPatch, capsys
     assert {each for each in known() if each.startswith("help.")} <= asked
 
 
+@pytest.mark.thorough
 def test_a_message_is_given_the_fields_of_its_text() -> None:
     wrong, texts = [], known()
     for path, node in code():

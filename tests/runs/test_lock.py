@@ -109,6 +109,7 @@ def test_a_run_that_lives_on_another_machine_is_never_taken_over(tmp_path: Path)
         assert os.listdir(tmp_path) == [LOCK]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("skew_s", [-86_400, 86_400])
 @pytest.mark.usefixtures("patient")
 def test_clocks_do_not_matter(tmp_path: Path, skew_s: int) -> None:

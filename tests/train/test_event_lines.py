@@ -76,6 +76,7 @@ def test_a_terminal_without_our_signs_stops_nothing(tmp_path: Path, monkeypatch:
     assert out.buffer.getvalue() == b"? two ranks\n"  # type: ignore[attr-defined]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_log_stops_nothing(tmp_path: Path) -> None:
     code = (

@@ -30,6 +30,7 @@ assert gathered.tolist() == [1.0] * 6
 """
 
 
+@pytest.mark.thorough
 def test_what_is_scattered_is_this_ranks_share_and_never_what_lay_in_memory() -> None:
     done = warm_desk.python(SCATTERS, ranks=True)
     assert done.returncode == 0, done.stderr
