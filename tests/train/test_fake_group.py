@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import warm_desk
 
 SCATTERS = """
