@@ -185,12 +185,12 @@ def _pin(run: Path, model: Any) -> NoReturn:
 
 
 def _host_oom(run: Path, model: Any) -> None:
-    """The system refuses memory beyond a limit of this process."""
+    """The system refuses memory beyond a limit of this process: more than it has freed and could use again."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 16 * MIB, before[1]))
     try:
-        torch.empty(64 * MIB, dtype=torch.uint8)
+        torch.empty(4096 * MIB, dtype=torch.uint8)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 

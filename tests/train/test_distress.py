@@ -29,7 +29,7 @@ def raised(what: str, folder: Path) -> BaseException:
         ("device-oom", "device-oom", 3, (24 * MIB, int(3.9 * 2**30), 16 * MIB)),
         ("other-process", "device-oom", 3, (512 * MIB, 400 * MIB, 96 * MIB)),
         ("pinned", "pinned-memory", 3, (None, None, None)),
-        ("host-oom", "host-oom", 1, (64 * MIB, None, None)),
+        ("host-oom", "host-oom", 1, (4096 * MIB, None, None)),
         ("nccl", "bug", 1, (None, None, None)),
         ("bug", "bug", 1, (None, None, None)),
     ],

@@ -52,7 +52,7 @@ def sentences(plan: Plan) -> list[Said]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("count", [5, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_all_that_the_planner_says_has_a_chinese_form(count: int) -> None:
     said: set[Said] = set()
     for request in jobs(count):
