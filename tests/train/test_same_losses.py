@@ -16,7 +16,7 @@ from plain import plain_losses, write_examples
 from running import Ran, run_ranks, write_plan
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3}
-STEPS = 4
+STEPS = 5
 LEARNT = 0.05
 """How far the loss must fall, or equal losses would say nothing."""
 

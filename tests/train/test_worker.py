@@ -55,14 +55,15 @@ def test_a_training_proves_its_plan_and_leaves_the_model(tmp_path: Path, engine:
     flags = {**SMALL, "engine": engine, "precision": "fp32", "checkpointing": "layers:3", "micro_batch": 1}
     ran = run_ranks(edit(write_plan(tmp_path, 2, **flags), evaluation__split=0.02), draws=True)
     assert ran.codes == [0, 0], "\n".join(ran.stderr)
-    every_claim_of_the_plan_is_proved(ran)
+    every_claim_of_the_plan_is_proved(ran, engine)
     the_saved_folder_is_the_trained_model(ran)
     a_checkpoint_is_a_hugging_face_folder(ran)
 
 
-def every_claim_of_the_plan_is_proved(ran: Ran) -> None:
+def every_claim_of_the_plan_is_proved(ran: Ran, engine: str) -> None:
     proofs = {each["name"]: each for each in ran.of("proof")}
-    assert set(proofs) == {"world", "parameters", "precision", "weights", "optimizer", "checkpointing"}
+    shards = set() if engine == "zero2" else {"weights"}
+    assert set(proofs) == {"world", "parameters", "precision", "optimizer", "checkpointing"} | shards
     assert all(each["ok"] for each in proofs.values())
     assert "3 of 3 layers" in proofs["checkpointing"]["text"]
     assert [each["milestone"] for each in ran.of("memory")] == ["init", "forward", "backward", "step"]
