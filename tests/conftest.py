@@ -70,6 +70,7 @@ def pytest_collection_finish() -> None:
     """Each worker of pytest has a processor, not all of them: threads that wait for one another would only spin. What
     is there by now stays to the end, and is not to be looked through for garbage again and again."""
     gc.freeze()
+    gc.set_threshold(50_000)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

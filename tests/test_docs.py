@@ -254,6 +254,7 @@ def test_the_index_lists_every_page() -> None:
     assert {page.name for page in PAGES} - {"index.md"} <= listed
 
 
+@pytest.mark.slow
 def test_the_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
     """From a copy: what a build leaves behind is not ours to leave in the checkout."""
     shutil.copytree(DOCS, tmp_path / "docs")

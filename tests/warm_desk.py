@@ -11,7 +11,7 @@ be told to a fork: then a process is started from scratch.
 With `ranks` it is another process that forks, which has torch and the worker loaded too. Workers that its children
 start are forked from them in turn: real processes and children of their desk, but with what they import there already.
 
-As a script this file is that process: requests come in as lines of JSON, and answers go out the same way.
+As a script this file is that process: requests come in as lines of JSON through a socket, and answers go back.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import gc
 import json
 import os
 import runpy
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -195,51 +197,90 @@ class Process:
 
 
 class Server:
+    """The process that forks, one for all workers of pytest: whoever needs it first starts it, and it ends when the
+    last of them has gone."""
+
     def __init__(self, ranks: bool) -> None:
+        self._lock, self._socket = threading.Lock(), socket.socket(socket.AF_UNIX)
+        session = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        path = Path(tempfile.gettempdir(), f"tightfit-{session}-{'ranks' if ranks else 'desk'}")
+        with FileLock(f"{path}.lock"):
+            if not self._connect(path):
+                started = self._start(ranks, path)
+                while not self._connect(path):
+                    assert os.waitpid(started, os.WNOHANG) == (0, 0), "the process that forks did not start"
+                    time.sleep(0.02)
+        self._answers = self._socket.makefile(encoding="utf-8")
+        atexit.register(self._socket.close)
+
+    def _connect(self, path: Path) -> bool:
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+    def _start(self, ranks: bool, path: Path) -> int:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        self._lock = threading.Lock()
-        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if ranks else {}
-        self._process = subprocess.Popen(
-            [sys.executable, *([] if ranks else ["-W", "error"]), __file__, *(["ranks"] if ranks else [])],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment, **threads},
-        )
+        if ranks:
+            environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        words = [*([] if ranks else ["-W", "error"]), __file__, str(path), *(["ranks"] if ranks else [])]
+        return os.posix_spawn(sys.executable, [sys.executable, *words], environment)
 
     def ask(self, request: Mapping[str, object]) -> Any:
         """Start a command line and get its number; or poll one, for its exit code."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            self._socket.sendall((json.dumps(request) + "\n").encode())
+            answer = self._answers.readline()
         assert answer, "the process that forks has ended"
         return json.loads(answer)
-
-    def end(self) -> None:
-        self._process.communicate()
 
 
 @functools.cache
 def server(ranks: bool, /) -> Server:
     """One of each for all tests of this process."""
-    started = Server(ranks)
-    atexit.register(started.end)
-    return started
+    return Server(ranks)
 
 
 # --- the process that forks -----------------------------------------------------------------------
 
 
-def serve(ranks: bool) -> None:
+def serve(path: Path, ranks: bool) -> None:
+    with suppress(FileNotFoundError):
+        path.unlink()
+    door = socket.create_server(str(path), family=socket.AF_UNIX)
+    load(ranks)
+    asking: dict[socket.socket, Any] = {}
+    while True:
+        for ready in select.select([door, *asking], (), ())[0]:
+            if ready is door:
+                caller = door.accept()[0]
+                asking[caller] = caller.makefile(encoding="utf-8")
+            elif line := asking[ready].readline():
+                ready.sendall((json.dumps(answer(json.loads(line), ranks)) + "\n").encode())
+            else:
+                asking.pop(ready).close()
+                ready.close()
+        with FileLock(f"{path}.lock") if not asking else nullcontext():  # nobody knocks now
+            if not asking and not select.select([door], (), (), 0)[0]:
+                path.unlink()
+                Path(f"{path}.lock").unlink()
+                os._exit(0)  # libraries have much to say when they are taken down
+
+
+def answer(request: Mapping[str, Any], ranks: bool) -> int | None:
+    if "poll" not in request:
+        return fork(functools.partial(become, request, ranks))
+    ended, status = os.waitpid(request["poll"], os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def load(ranks: bool) -> None:
     from tightfit.cli import VERBS
     from tightfit.diagnose.catalogue import catalogue
     from tightfit.job.file import job_from_flags
 
-    requests, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # what libraries print while they are loaded is no answer
+    os.dup2(2, 1)  # what libraries print while they are loaded is nothing that a test has said
     if ranks:
         sys.path.append(str(Path(__file__).parent / "train"))
         import warm
@@ -253,16 +294,6 @@ def serve(ranks: bool) -> None:
     job_from_flags({"model": "tiny_llama"})  # and so is what checks a job
     gc.collect()
     gc.freeze()
-    with open(requests, encoding="utf-8") as lines:
-        for line in lines:
-            request = json.loads(line)
-            if "poll" in request:
-                ended, status = os.waitpid(request["poll"], os.WNOHANG)
-                answer = os.waitstatus_to_exitcode(status) if ended else None
-            else:
-                answer = fork(functools.partial(become, request, ranks))
-            os.write(answers, (json.dumps(answer) + "\n").encode())
-    os._exit(0)  # libraries have much to say when they are taken down
 
 
 def fork(work: Callable[[], int | str | None]) -> int:
@@ -417,11 +448,13 @@ class Forking(subprocess.Popen):
             return functools.partial(train, words[1:])
         if words[:2] == ["-m", GUARD]:
             return functools.partial(run_script, sys.modules[GUARD].__file__, words[1:])
-        return functools.partial(run_script, str(script), words) if script.parent == STAND_INS else None
+        ours = script.parent == STAND_INS or (script == TRAINER and self.workers)
+        return functools.partial(run_script, str(script), words) if ours else None
 
 
 STAND_INS = Path(__file__).parent / "runs"
 """Where scripts are that take the place of a worker."""
+TRAINER = Path(__file__).parent / "assets/hf_trainer.py"
 GUARD = "tightfit.runs.processes"
 
 
@@ -440,4 +473,4 @@ def run_script(path: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve("ranks" in sys.argv)
+    serve(Path(sys.argv[1]), "ranks" in sys.argv)

@@ -26,7 +26,7 @@ def run(folder: Path, *words: str, path: Path | None = None) -> subprocess.Compl
         "PATH": os.pathsep.join([*places, os.environ["PATH"]]),
         "HF_HUB_OFFLINE": "1",
     }
-    return warm_desk.run("run", *words, cwd=folder, env=env, timeout=540)
+    return warm_desk.run("run", *words, cwd=folder, env=env, timeout=540, ranks=True)
 
 
 def free_port() -> str:

@@ -299,7 +299,7 @@ def test_two_at_once(alone: Forked, tmp_path: Path, server: Server, capsys: pyte
     worker = threading.Thread(target=lambda: ended.append(server.run(plan, "--no-probe")))
     worker.start()
     try:
-        wait_for(lambda: (run / "events.jsonl").exists() and '"step"' in (run / "events.jsonl").read_text())
+        wait_for(lambda: (run / "events.jsonl").exists() and '"event": "step"' in (run / "events.jsonl").read_text())
         owner = json.loads((run / LOCK).read_text())
         sentence = f"{run} is in use by the run of process {owner['pid']} on {this_host()} since "
         second = warm_desk.Process(str(plan / "worker.json"), worker=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,13 @@ import warm_desk
 pytestmark = pytest.mark.thorough
 
 SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2, "engine": "fsdp2"}
+INTO_A_FULL_DISK = """
+import os, sys
+from tightfit.train.__main__ import main
+full = os.open("/dev/full", os.O_WRONLY)
+os.dup2(full, 1), os.dup2(full, 2)
+sys.exit(main(sys.argv[1:]))
+"""
 ABORT_AT_THE_END = "import atexit, os\natexit.register(os.abort)\n"
 
 
@@ -38,7 +43,5 @@ def test_a_full_disk_is_the_users_to_mend(tmp_path: Path) -> None:
     worker.kill()
     assert (worker.returncode, said.count("\n")) == (2, 1), said
     assert "the disk is full: make room" in said
-    command = [sys.executable, "-m", "tightfit.train", str(plan / "worker.json")]
-    with Path("/dev/full").open("w") as log:
-        silent = subprocess.run(command, check=False, stdout=log, stderr=log, timeout=100)
+    silent = warm_desk.python(INTO_A_FULL_DISK, str(plan / "worker.json"), ranks=True)
     assert silent.returncode == 2

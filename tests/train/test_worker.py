@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,8 @@ from running import Ran, edit, run_ranks, write_plan
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import warm_desk
+
 pytestmark = pytest.mark.thorough
 
 SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2, "data": "shipped:text"}
@@ -20,12 +20,12 @@ SMALL = {"model": "tiny_llama", "seq": 64, "effective_batch": 4, "max_steps": 2,
 
 def test_a_plan_for_two_ranks_is_not_started_alone(tmp_path: Path) -> None:
     folder = write_plan(tmp_path, 2, **SMALL, engine="zero2")
-    command = [sys.executable, "-m", "tightfit.train", str(folder / "worker.json")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "2 ranks and this is a single process" in done.stderr
-    assert "tightfit train --plan" in done.stderr
+    worker = warm_desk.Process(str(folder / "worker.json"), worker=True)
+    _, said = worker.communicate()
+    worker.kill()
+    assert (worker.returncode, said.count("\n")) == (2, 1), said
+    assert "2 ranks and this is a single process" in said
+    assert "tightfit train --plan" in said
 
 
 def test_an_unknown_schema_is_one_sentence(tmp_path: Path) -> None:
