@@ -32,7 +32,13 @@ ROOMS = {
     "planner": (["planner/*.py"], ["planner/test_notes", "planner/test_tiers", "planner/test_*"]),
     "checkpoints": (
         ["train/checkpoint*.py", "train/deepspeed_checkpoint.py", "train/saved_model.py", "runs/checkpoints.py"],
-        ["runs/test_checkpoints", "train/test_saved_model", "train/test_damage", "*/test_*checkpoint*", "*/test_*resume"],
+        [
+            "runs/test_checkpoints",
+            "train/test_saved_model",
+            "train/test_damage",
+            "*/test_*checkpoint*",
+            "*/test_*resume",
+        ],
     ),
     "supervisor": (["runs/supervise.py"], ["runs/test_decide", "runs/test_supervise_matrix", "runs/test_supervis*"]),
 }

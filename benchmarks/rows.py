@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -188,15 +188,25 @@ def error(predicted: int, measured: int | None) -> float | None:
 # --- plans, rehearsed ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """One plan that `rehearse_held.py` ran with our own worker, and what is predicted of it now."""
+    """One plan that `rehearse_held.py` ran with our own worker."""
 
     id: str
     init_bytes: int
     peak_bytes: int
     predicted_first: bool
-    footprint: Footprint
+    raw: Mapping[str, Any]
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What is predicted of it now."""
+        raw, model, world = self.raw, self.raw["model"], self.raw["world"]
+        levers = levers_as_written({**raw, "data": {"packing": raw["packed"]}, "training": {"clip": 1.0}})
+        config = model["config"] or find_config(model["source"]).config
+        card = Gpu(name="the H200", vendor="nvidia", arch="sm_90", memory_bytes=world["gpu_memory_bytes"])
+        hardware = Hardware(gpu=card, gpus_per_node=world["gpus_per_node"])
+        return estimate(shape_from_config(config, model["name"]), levers, world["ranks"], hardware)
 
 
 def read_rehearsed() -> tuple[Rehearsed, ...]:
@@ -204,15 +214,10 @@ def read_rehearsed() -> tuple[Rehearsed, ...]:
 
 
 def _rehearsed(raw: Mapping[str, Any]) -> Rehearsed:
-    levers = levers_as_written({**raw, "data": {"packing": raw["packed"]}, "training": {"clip": 1.0}})
-    model, world = raw["model"], raw["world"]
-    config = model["config"] or find_config(model["source"]).config
-    card = Gpu(name="the H200", vendor="nvidia", arch="sm_90", memory_bytes=world["gpu_memory_bytes"])
-    hardware = Hardware(gpu=card, gpus_per_node=world["gpus_per_node"])
     return Rehearsed(
         id=raw["id"],
         init_bytes=raw["figures"]["init"],
         peak_bytes=raw["figures"]["peak"],
         predicted_first=raw["predicted_first"],
-        footprint=estimate(shape_from_config(config, model["name"]), levers, world["ranks"], hardware),
+        raw=raw,
     )

@@ -28,7 +28,7 @@ patience.count_in_subprocess()
 # How long an example takes says something of what else the machine does, and nothing of the property.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # What `make test` tries is little, and the same in every clone; `make test-all` goes on looking.
-settings.register_profile("few", untimed, max_examples=25, derandomize=True)
+settings.register_profile("few", untimed, max_examples=15, derandomize=True)
 settings.register_profile("many", untimed, max_examples=300)
 
 # Behind nohup, or in the background of a script, these two are ignored, and so they would be in every process that a

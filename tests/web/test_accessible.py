@@ -156,6 +156,7 @@ def test_axe_finds_nothing_on_a_diagnosis(page: Any, link: str, look: str, langu
     assert complaints(page) == []
 
 
+@pytest.mark.slow
 def test_axe_finds_nothing_where_nobody_is_let_in_or_nothing_is(page: Any, link: str, tmp_path: Path) -> None:
     window = page.context.browser.new_context(locale="en-GB")
     stranger = window.new_page()
@@ -208,14 +209,14 @@ def stops(page: Any, most: int = 120) -> list[dict[str, Any]]:
     [
         ("light", FITS),
         ("dark", UNFIT),
-        ("light", "/runs"),
-        ("dark", "/runs/view?run=0/going"),
-        ("light", "/diagnose"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
                 ("dark", FITS),
                 ("light", UNFIT),
+                ("light", "/runs"),
+                ("dark", "/runs/view?run=0/going"),
+                ("light", "/diagnose"),
                 ("dark", "/runs"),
                 ("light", "/runs/view?run=0/going"),
                 ("dark", "/diagnose"),

@@ -131,6 +131,7 @@ def test_the_language_is_switched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
+@pytest.mark.slow
 def test_a_narrow_window(scheme: str, tmp_path: Path) -> None:
     name = "a-very-long-name-of-a-run-with-all-of-its-settings-in-it-lr3e-4-bs128-seq4096-seed1234"
     run = written(tmp_path / name, [step_line(n, 9_000_000, now_bytes=2**33, peak_bytes=2**34) for n in range(1, 9)])

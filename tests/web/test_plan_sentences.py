@@ -52,7 +52,7 @@ def sentences(plan: Plan) -> list[Said]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(24, marks=pytest.mark.slow)])
 def test_all_that_the_planner_says_has_a_chinese_form(count: int) -> None:
     said: set[Said] = set()
     for request in jobs(count):
@@ -61,7 +61,7 @@ def test_all_that_the_planner_says_has_a_chinese_form(count: int) -> None:
         said.update(sentences(plan))
     told = {each: words("zh").said(each) for each in said}
     foreign = sorted(str(each) for each, sentence in told.items() if sentence.is_foreign)
-    assert len(said) > 100
+    assert len(said) > 12 * count
     assert foreign == []
     for english, sentence in told.items():
         assert sorted(NUMBER.findall(str(english))) == sorted(NUMBER.findall(sentence.text)), (english, sentence.text)
