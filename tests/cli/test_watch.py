@@ -215,7 +215,7 @@ def test_a_run_on_a_terminal_to_its_end(running: Path, place: Path) -> None:
         assert "rank 1" in text
         assert "✓ memory under 90 %" in text
         assert "something to know" in text
-        later = terminal.until(lambda text: step_on(text) > before + 3)
+        later = terminal.until(lambda text: "loss falling" in text and step_on(text) > before + 3)  # drawn to its end
         assert later.count("loss falling") == 1, "the picture is drawn in place"
         (running / "finish").touch()
         assert terminal.rest() == 0
