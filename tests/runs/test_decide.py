@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from recorded_attempts import recorded
@@ -12,7 +15,8 @@ from tightfit.diagnose.judge import judge
 from tightfit.diagnose.verdict import Evidence, Kind, LogSource, Verdict
 from tightfit.messages import id_of
 from tightfit.runs.cause import find_cause
-from tightfit.runs.records import AttemptRecord, Cause, Next
+from tightfit.runs.own import OwnTrainer, Refused, Resume
+from tightfit.runs.records import AttemptRecord, Cause, Next, RunFolder
 from tightfit.runs.supervise import LONGEST_WAIT_S, Decision, Policy, decide, tries_in_a_row, without_smaller
 
 
@@ -163,6 +167,18 @@ def test_fp16_gives_way_to_bf16_where_that_is_allowed() -> None:
     assert decided(NAN, precision="bf16", allow=both).action == "skip data"
     collapse = verdict("loss-scale", "Step 7 overflowed at a loss scale of 0.5.")
     assert decided(collapse, precision="fp16", allow=frozenset({"precision"})).action == "precision"
+
+
+def test_where_bf16_is_not_to_be_had_the_run_stops_with_the_reason(tmp_path: Path) -> None:
+    course = SimpleNamespace(in_bf16=lambda: Refused(because="this card has none"))
+    folder, nothing = RunFolder(tmp_path), cast(Any, None)
+    trainer = OwnTrainer(
+        course=cast(Any, course), folder=folder, show=nothing, policy=Policy(), resume=Resume(), signals=nothing
+    )
+    precision = decided(NAN, precision="fp16", allow=frozenset({"precision"}))
+    assert precision.action == "precision"
+    done = trainer.carry_out(precision, NAN, (attempt(1, NAN.kind),))
+    assert (done.action, done.because) == ("stop", "this card has none")
 
 
 def test_a_checkpoint_whose_every_next_step_fails_is_not_gone_on_from() -> None:
