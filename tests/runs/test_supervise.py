@@ -10,6 +10,7 @@ import time
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import warm_desk
 from tightfit.cli import main
 from tightfit.cli import train as cli_train
 from tightfit.runs import hang, launch, own, supervise
+from tightfit.runs.cause import KernelSaid
 from tightfit.runs.processes import is_alive
 from tightfit.runs.records import AttemptRecord, read_attempts
 from tightfit.train import stop
@@ -88,6 +90,16 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint(unsteady: Uns
     assert "→ attempt 2: " in out
     assert "It took 2 attempts" in out
     assert unsteady.left_nothing()
+
+
+@pytest.mark.parametrize(("readable", "kind"), [(True, "preempted"), (False, "host-oom")])
+def test_the_kernel_is_asked_why_a_rank_was_killed(unsteady: Unsteady, readable: bool, kind: str) -> None:
+    """Where its record can be read and says nothing of memory, it was not for want of it."""
+    record = SimpleNamespace(said=lambda pids: KernelSaid(readable=readable), close=lambda: None)
+    unsteady.shell.monkeypatch.setattr(own, "KernelRecord", lambda: record)
+    unsteady.train("kill@6/good", "--max-attempts", "1")
+    assert unsteady.records[0].cause is not None
+    assert unsteady.records[0].cause.kind == kind
 
 
 @pytest.mark.thorough
