@@ -9,7 +9,7 @@ around it, so the same one is found again where the file was moved; one whose li
 nowhere. A test that runs past its share of the processor's time has noticed as well.
 
 `benchmarks/mutants.jsonl` was drawn at commit 4585f7f with seed 19, 16 in each room; what has been rewritten since
-stands there as the same fault in the code of now.
+stands there as the same fault in the code of now. `verdict` is that of the rebuilt house, `before` that of the commit.
 """
 
 from __future__ import annotations
