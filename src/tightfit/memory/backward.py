@@ -40,20 +40,26 @@ _Arrival = tuple[int, int, int, int]
 
 @lru_cache(maxsize=1024)
 def turns_of(modules: tuple[str, ...], called: Called, way: Literal["forward", "backward"]) -> tuple[Held, ...]:
-    """What is whole in the turn of each of a layer's modules. Nothing: the layer's calls are not told apart. A module
-    may be inside one that is called whole (a leaf). PEFT's wrapper is called before what it has inside, of which the
-    layer's own matrix comes first in the forward pass and the upper adapter in the backward pass."""
+    """What is whole in the turn of each of a layer's modules. Nothing: the layer's calls are not told apart."""
     if not called.names:
         return ()
-    held: dict[str, Held] = {}
-    for name, found in zip(called.names, called.held, strict=True):
+    held, every = called.held, range(len(called.held))
+    return tuple([reduce(_highest, [held[at] for at in told or every]) for told in _told(modules, called.names, way)])
+
+
+@lru_cache(maxsize=256)
+def _told(modules: tuple[str, ...], names: tuple[str, ...], way: str) -> tuple[tuple[int, ...], ...]:
+    """Which of the calls tell of each module. It may be inside one that is called whole (a leaf). PEFT's wrapper is
+    called before what it has inside, of which the layer's own matrix comes first in the forward pass and the upper
+    adapter in the backward pass."""
+    told: dict[str, list[int]] = {module: [] for module in modules}
+    for at, name in enumerate(names):
         inside = [module for module in modules if module == name or module.startswith(f"{name}.")]
         if name.endswith("/"):
             inside = [name[:-1] if way == "forward" else f"{name}B"]
         for module in inside:
-            held[module] = _highest(found, held.get(module, found))
-    most = reduce(_highest, called.held)
-    return tuple([held.get(module, most) for module in modules])
+            told.setdefault(module, []).append(at)
+    return tuple([tuple(told[module]) for module in modules])
 
 
 def _highest(one: Held, other: Held) -> Held:
@@ -63,10 +69,13 @@ def _highest(one: Held, other: Held) -> Held:
 def fullest(turns: tuple[Turn, ...], whole: tuple[Held, ...], width: int) -> tuple[int, int]:
     """The worst of a layer's turns: what the layer holds, and of whole parameters, in bytes."""
     best, highest = (0, 0), 0
-    for moments, gathered in zip(turns, whole, strict=True):
-        for layer, elements in zip(moments, gathered, strict=True):
-            if layer + elements * width > highest:
-                best, highest = (layer, elements * width), layer + elements * width
+    for (called, runs, ran), (at_call, while_it_runs, after) in zip(turns, whole, strict=True):
+        if called + at_call * width > highest:
+            best, highest = (called, at_call * width), called + at_call * width
+        if runs + while_it_runs * width > highest:
+            best, highest = (runs, while_it_runs * width), runs + while_it_runs * width
+        if ran + after * width > highest:
+            best, highest = (ran, after * width), ran + after * width
     return best
 
 

@@ -72,9 +72,6 @@ class GatherLimits:
     max_reuse: int
     flat: bool = True
     """Parameters fetched together travel in one flat buffer; a single rank has nothing to gather, and none."""
-    parts_from_host: int = 0
-    """Of so many parts of each parameter this rank's own comes from the host, and is there by itself until it has been
-    copied into the buffer (`_all_gather_dtype`, `_all_gather_sequential`); 0: all parts are on GPUs."""
     stays: int = 0  # parameters of at most so many elements are not released once they are whole
 
 
@@ -291,14 +288,20 @@ def _insert_recomputation(layer: Node, back: list[Call]) -> list[Call]:
 # --- the replay ---------------------------------------------------------------------------------
 
 
+Came = tuple[tuple[int, int], ...]
+Log = tuple[tuple[int, int, int, int, Came], ...]
+"""What was held at each call of a stretch: its mark (`UNCOUNTED`: a release) and whose turn it was, the most in passing and
+then at rest, and what came: whole elements with it, and how many came. Layers that are alike have one log."""
+
+
 class StretchReport(NamedTuple):
     """Whole elements in one stretch."""
 
     most: int
     rests: int  # after any call; `most` has what is there in passing as well
     turn: int  # when its layer turns round
-    held: tuple[Held, ...]  # in each module's turn
-    again: tuple[Held, ...]  # likewise while its layer is run again
+    held: Called
+    again: Called  # while its layer is run again
 
 
 class Standing(NamedTuple):
@@ -320,37 +323,35 @@ class Replay(NamedTuple):
     """One step, followed from its first call to its last."""
 
     whole: tuple[Stretch, ...]
-    reports: list[StretchReport]
+    logs: list[Log]
     standings: dict[int, Standing]  # before the turn of each layer in the backward pass, by the number of the stretch
     starts: list[tuple[int, int]]  # of each stretch, and of the end: fetches and parameters to fetch before it
     counted: list[int]
     spanned: list[int]
     max_reuse: int
 
-    @property
-    def gathered(self) -> Gathered:
-        return summary(self.whole, self.reports)
 
-
-def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathered:
+def summary(whole: tuple[Stretch, ...], logs: list[Log], parts_from_host: int = 0) -> Gathered:
+    """`parts_from_host`: of so many parts of each parameter this rank's own comes from the host, and is there by itself
+    until it has been copied into the buffer (`_all_gather_dtype`, `_all_gather_sequential`); 0: all are on GPUs."""
+    known: dict[tuple[int, int], StretchReport] = {}
+    reports = []
+    for stretch, log in zip(whole, logs, strict=True):
+        key = id(log), id(stretch.names)
+        if key not in known:
+            known[key] = _report(log, stretch.names, parts_from_host)
+        reports.append(known[key])
     most: dict[int, int] = {}
     turns: dict[int, int] = {}
     called: dict[int, Called] = {}
     again: dict[int, Called] = {}
-    kinds: dict[Called, Called] = {}
-
-    def calls(stretch: Stretch, held: tuple[Held, ...]) -> Called:
-        found = Called(stretch.names, held)
-        return kinds.setdefault(found, found)  # what is equal is one object, and told by its identity
-
     for stretch, report in zip(whole, reports, strict=True):
         most[stretch.tag] = max(most.get(stretch.tag, 0), report.most)
         turns[stretch.tag] = report.turn
-        called[stretch.tag] = calls(stretch, report.held)
-        again[stretch.tag] = calls(stretch, report.again)
+        called[stretch.tag], again[stretch.tag] = report.held, report.again
     n_layers = max((stretch.tag for stretch in whole), default=-1) + 1
     forward = [number for number, stretch in enumerate(whole) if stretch.tag == FORWARD]
-    layers = [calls(whole[number], reports[number].held) for number in forward[1:-1]]
+    layers = [reports[number].held for number in forward[1:-1]]
     return Gathered(
         forward=most.get(FORWARD, 0),
         forwards=tuple(layers) if all([each.names for each in layers]) else (),
@@ -370,34 +371,34 @@ def summary(whole: tuple[Stretch, ...], reports: list[StretchReport]) -> Gathere
 
 def replay(whole: tuple[Stretch, ...], limits: GatherLimits) -> Replay:
     coordinator = _Coordinator(whole, limits, NOTHING)
-    reports: list[StretchReport] = []
+    logs: list[Log] = []
     standings: dict[int, Standing] = {}
     starts: list[tuple[int, int]] = [(0, 0)]
     for number, stretch in enumerate(whole):
         if stretch.tag >= 0:
             standings[number] = coordinator.standing(starts[-1][1])
-        reports.append(_follow(stretch, coordinator))
+        logs.append(_follow(stretch, coordinator))
         fetches, needs = starts[-1]
         starts.append((fetches + len(stretch.counts), needs + len(stretch.needs)))
     counted, spanned = coordinator.counted, coordinator.spanned
-    return Replay(whole, reports, standings, starts, counted, spanned, limits.max_reuse)
+    return Replay(whole, logs, standings, starts, counted, spanned, limits.max_reuse)
 
 
-def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Replay, last: Replay) -> Gathered:
-    """What `replay` would report of a step that begins as one that is known does, and ends as another."""
+def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Replay, last: Replay) -> list[Log]:
+    """What `replay` would log of a step that begins as one that is known does, and ends as another."""
     differs = _count_alike(whole, first.whole)
     # the last stretch before which the coordinator has the same in hand as in the first step
     begin = next((number for number in range(differs, 0, -1) if _is_unseen(first, number, differs)), 0)
     ending = len(whole) - _count_alike(whole[::-1], last.whole[::-1])
-    reports = first.reports[:begin]
+    logs = first.logs[:begin]
     coordinator = _Coordinator(whole[begin:], limits, first.standings.get(begin, NOTHING))
     shift, needs = len(last.whole) - len(whole), 0
     for number in range(begin, len(whole)):
         if number >= ending and coordinator.standing(needs) == last.standings.get(number + shift):
-            return summary(whole, [*reports, *last.reports[number + shift :]])
-        reports.append(_follow(whole[number], coordinator))
+            return [*logs, *last.logs[number + shift :]]
+        logs.append(_follow(whole[number], coordinator))
         needs += len(whole[number].needs)
-    return summary(whole, reports)
+    return logs
 
 
 def _count_alike(one: tuple[Stretch, ...], other: tuple[Stretch, ...]) -> int:
@@ -423,40 +424,51 @@ def count_settling_layers(none: Replay) -> int:
     return max([none.whole[each].tag + 1 for each in turns[1:] if _is_unseen(none, turns[1], each)], default=-1)
 
 
-def _follow(stretch: Stretch, coordinator: _Coordinator) -> StretchReport:
-    most = stays = turn = 0
-    held, again = ([[0, 0, 0] for _ in stretch.names] for _ in range(2))
-    reported = held
+def _follow(stretch: Stretch, coordinator: _Coordinator) -> Log:
+    log: list[tuple[int, int, int, int, Came]] = []
     for kind, module, holder, count, mark, whose in stretch.moves:
         if kind == RELEASE:
             coordinator.release(module)
-            if reported:
-                reported[whose][2] = coordinator.live + coordinator.copies
+            log.append((UNCOUNTED, whose, 0, coordinator.live + coordinator.copies, ()))
             continue
-        passing = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
-        rests = coordinator.live + coordinator.copies
+        passing, came = coordinator.skip(count) if kind == SKIP else coordinator.fetch(module, holder)
         if mark:
-            reported = again if mark == RERUN else held
+            log.append((mark, whose, passing, coordinator.live + coordinator.copies, came))
+    made = tuple(log)
+    return coordinator.logs.setdefault(made, made)
+
+
+@lru_cache(maxsize=4096)
+def _report(log: Log, names: tuple[str, ...], parts_from_host: int) -> StretchReport:
+    most = stays = turn = 0
+    held, again = ([[0, 0, 0] for _ in names] for _ in range(2))
+    reported = held
+    for mark, whose, without, rests, came in log:
+        if mark == UNCOUNTED:
             if reported:
-                now = reported[whose]
-                if passing > now[0]:
-                    now[0] = passing
-                if rests > now[1]:
-                    now[1] = rests
-                if rests > now[2]:
-                    now[2] = rests
-            if mark == RERUN:
-                continue
-            if passing > most:
-                most = passing
-            if rests > stays:
-                stays = rests
-            if mark == TURN:
-                turn = rests
-                if again:  # the last module of a layer that runs again is also where it turns round
-                    again[whose][:] = map(max, again[whose], (passing, rests, rests))
+                reported[whose][2] = rests
+            continue
+        passing = without
+        if parts_from_host:
+            passing = max([without, *[whole - (-numel // parts_from_host) for whole, numel in came]])
+        reported = again if mark == RERUN else held
+        if reported:
+            reported[whose][:] = map(max, reported[whose], (passing, rests, rests))
+        if mark == RERUN:
+            continue
+        most, stays = max(most, passing), max(stays, rests)
+        if mark == TURN:
+            turn = rests
+            if again:  # the last module of a layer that runs again is also where it turns round
+                again[whose][:] = map(max, again[whose], (passing, rests, rests))
     frozen, rerun = (tuple([(passing, rests, left) for passing, rests, left in each]) for each in (held, again))
-    return StretchReport(most, stays, turn, frozen, rerun)
+    return StretchReport(most, stays, turn, _call(names, frozen), _call(names, rerun))
+
+
+@lru_cache(maxsize=4096)
+def _call(names: tuple[str, ...], held: tuple[Held, ...]) -> Called:
+    """What is equal is one object, and told by its identity."""
+    return Called(names, held)
 
 
 @dataclass(slots=True, eq=False)
@@ -474,7 +486,8 @@ class _Coordinator:
 
     def __init__(self, whole: tuple[Stretch, ...], limits: GatherLimits, standing: Standing) -> None:
         self.prefetch, self.max_live, self.max_reuse = limits.prefetch, limits.max_live, limits.max_reuse
-        self.flat, self.parts_from_host, self.stays = limits.flat, limits.parts_from_host, limits.stays
+        self.flat, self.stays = limits.flat, limits.stays
+        self.logs: dict[Log, Log] = {}
         self.step = 0
         self.queue: list[tuple[int, int, int]] = []
         """Identity, elements and step of everything that will be fetched."""
@@ -507,10 +520,10 @@ class _Coordinator:
         self.batches: dict[int, _Batch] = {}
         for numel, unpacked, waiting, members in standing.batches:
             self.batches.update(dict.fromkeys(members, _Batch(numel, waiting, unpacked)))
-        self.active: dict[int, set[Module]] = {identity: set() for identity in (*self.uses, *standing.available)}
-        """The modules that are using a parameter right now."""
+        self.active: dict[int, set[Module]] = {}
+        """The modules that are using a parameter right now, where there are any."""
         for identity, module in standing.users:
-            self.active[identity].add(module)
+            self.active.setdefault(identity, set()).add(module)
         self.held: dict[Module, list[Param]] = {module: list(params) for module, params in standing.held}
         """Frozen parameters that a recomputation fetched: they stay for the module that asked for it, then go."""
 
@@ -527,34 +540,32 @@ class _Coordinator:
             batches=frozenset(
                 [(each.numel, each.unpacked, each.waiting, frozenset(members)) for each, members in batches.items()]
             ),
-            users=frozenset([(identity, module) for identity in self.available for module in self.active[identity]]),
+            users=frozenset([(identity, module) for identity, users in self.active.items() for module in users]),
             held=frozenset([(module, tuple(params)) for module, params in self.held.items()]),
         )
 
-    def skip(self, count: int) -> int:
+    def skip(self, count: int) -> tuple[int, Came]:
         """Modules that own nothing: each lets the prefetcher go on, no more."""
-        queued, most = len(self.queue), 0
-        left = count
+        queued, left = len(self.queue), count
+        came: Came = ()
         while left and self.live < self.max_live and self.next_in_queue < queued and self.prefetch:
             before = self.live
             self._prefetch()
-            if self.parts_from_host:
-                most = max(most, self.live + self.copies + self._parts(self.live - before))
+            if self.live > before:
+                came += ((self.live + self.copies, self.live - before),)
             left -= 1
         self.step += count
-        return max(most, self.live + self.copies)  # prefetching only adds
+        return self.live + self.copies, came  # prefetching only adds
 
-    def _parts(self, numel: int) -> int:
-        """What of parameters on their way comes from the host."""
-        return -(-numel // self.parts_from_host) if self.parts_from_host else 0
-
-    def fetch(self, module: Module, holder: Module | None) -> int:
-        """Whole elements and copies of them, the most while this module's parameters arrive."""
-        available, params = self.available, module.params
+    def fetch(self, module: Module, holder: Module | None) -> tuple[int, Came]:
+        """Whole elements and copies of them, the most while this module's parameters arrive; and what came."""
+        available, active, params = self.available, self.active, module.params
         fresh = together = 0
         started = self.live
         for identity, numel in params:
-            users = self.active[identity]
+            users = active.get(identity)
+            if users is None:
+                users = active[identity] = set()
             users.add(module)
             self.done[identity] += 1
             if holder is not None:
@@ -574,13 +585,14 @@ class _Coordinator:
             # what the queue has for this step needs no prefetch any more
             self.fetched_for[queue[self.next_in_queue][0]] = self.step
             self.next_in_queue += 1
-        arriving = self.live + self.copies + max(together, self._parts(self.live - started))
-        started = self.live
-        if self.live < self.max_live and self.next_in_queue < len(queue):
+        fetched, whole = self.live, self.live + self.copies
+        came: Came = ((whole, fetched - started),) if fetched > started else ()
+        if fetched < self.max_live and self.next_in_queue < len(queue):
             self._prefetch()
+            if self.live > fetched:
+                came += ((self.live + self.copies, self.live - fetched),)
         self.step += 1
-        held = self.live + self.copies + self._parts(self.live - started)
-        return held if held > arriving else arriving
+        return max(whole + together, self.live + self.copies), came
 
     def _unpack(self, module: Module) -> int:
         """Parameters that were gathered together are copied out of one buffer when the first of them is used; the
@@ -627,17 +639,24 @@ class _Coordinator:
             passed = self.spanned[self.step]
             leaf_soon = later < len(leaf_uses) and self.spanned[leaf_uses[later]] - passed < self.max_reuse
         for identity, numel in module.params:
-            self.active[identity].discard(module)
+            self._leave(identity, module)
             uses, done = self.uses[identity], self.done[identity]
             soon = leaf_soon if module.leaf else done < len(uses) and self.counted[uses[done]] < limit
             if not soon and self.fetched_for[identity] <= self.step:
                 self._free(identity, numel)
         for identity, numel in held:
-            self.active[identity].discard(module)
+            self._leave(identity, module)
             self._free(identity, numel)
 
+    def _leave(self, identity: int, module: Module) -> None:
+        users = self.active.get(identity)
+        if users:
+            users.discard(module)
+            if not users:
+                del self.active[identity]
+
     def _free(self, identity: int, numel: int) -> None:
-        if numel > self.stays and identity in self.available and not self.active[identity]:
+        if numel > self.stays and identity in self.available and identity not in self.active:
             self.available.discard(identity)
             self.live -= numel
 
@@ -646,12 +665,17 @@ class _Coordinator:
 
 
 @lru_cache(maxsize=1024)
-def gather(model: Model, passes: Passes, limits: GatherLimits) -> Gathered:
+def gather(model: Model, passes: Passes, limits: GatherLimits, parts_from_host: int) -> Gathered:
+    return summary(*_logs(model, passes, limits), parts_from_host)
+
+
+@lru_cache(maxsize=64)
+def _logs(model: Model, passes: Passes, limits: GatherLimits) -> tuple[tuple[Stretch, ...], list[Log]]:
     none, every = (replace(passes, recompute=depth, input_grad=True) for depth in (0, len(model.layers)))
     if passes in (none, every):
-        return _replay(model, passes, limits).gathered
+        return _replay(model, passes, limits)[:2]
     whole, first, last = stretches(model, passes), _replay(model, none, limits), _replay(model, every, limits)
-    return replay_between(whole, limits, first, last)
+    return whole, replay_between(whole, limits, first, last)
 
 
 @lru_cache(maxsize=64)
@@ -671,7 +695,7 @@ class Settled(NamedTuple):
 @lru_cache(maxsize=64)
 def settle(model: Model, passes: Passes, limits: GatherLimits) -> Settled:
     known, top = _replay(model, passes, limits), 0
-    whole = known.gathered
+    whole = gather(model, passes, limits, 0)
     if known.standings:
         called = whole.called[-1].held
         top = min([left for _, _, left in called]) if called else whole.layers[-1]

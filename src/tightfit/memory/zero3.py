@@ -273,7 +273,8 @@ def gather_for(job: MemoryJob, *, all_cut: bool = False) -> Gathered:
     """`all_cut`: when the step begins nothing is whole, not even what usually stays so."""
     if job.world == 1 and job.levers.offload_param == "none":
         return Gathered.of_nothing(job.shape.n_layers)  # the only part is the whole: nothing is copied
-    return gather(*_replay_inputs(job, all_cut=all_cut))
+    from_host = job.world if job.world > 1 and job.levers.offload_param != "none" else 0
+    return gather(*_replay_inputs(job, all_cut=all_cut), from_host)
 
 
 def _replay_inputs(job: MemoryJob, *, all_cut: bool = False) -> tuple[Model, Passes, GatherLimits]:
@@ -302,7 +303,6 @@ def _replay_inputs(job: MemoryJob, *, all_cut: bool = False) -> tuple[Model, Pas
         buckets.max_live_parameters,
         buckets.max_reuse_distance,
         flat=job.world > 1,
-        parts_from_host=job.world if job.world > 1 and levers.offload_param != "none" else 0,
         stays=buckets.persistence_threshold if all_cut else 0,
     )
     return _model(job.shape, style, 0 if all_cut else buckets.persistence_threshold), passes, limits
