@@ -290,8 +290,8 @@ def _insert_recomputation(layer: Node, back: list[Call]) -> list[Call]:
 
 Came = tuple[tuple[int, int], ...]
 Log = tuple[tuple[int, int, int, int, Came], ...]
-"""What was held at each call of a stretch: its mark (`UNCOUNTED`: a release) and whose turn it was, the most in passing and
-then at rest, and what came: whole elements with it, and how many came. Layers that are alike have one log."""
+"""Of each call of a stretch: its mark (`UNCOUNTED`: a release), whose turn it was, the most that was whole in passing,
+what was afterwards, and what came: all that is whole with it, and how much it is. Layers that are alike share one."""
 
 
 class StretchReport(NamedTuple):
@@ -380,8 +380,7 @@ def replay(whole: tuple[Stretch, ...], limits: GatherLimits) -> Replay:
         logs.append(_follow(stretch, coordinator))
         fetches, needs = starts[-1]
         starts.append((fetches + len(stretch.counts), needs + len(stretch.needs)))
-    counted, spanned = coordinator.counted, coordinator.spanned
-    return Replay(whole, logs, standings, starts, counted, spanned, limits.max_reuse)
+    return Replay(whole, logs, standings, starts, coordinator.counted, coordinator.spanned, limits.max_reuse)
 
 
 def replay_between(whole: tuple[Stretch, ...], limits: GatherLimits, first: Replay, last: Replay) -> list[Log]:
@@ -441,28 +440,23 @@ def _follow(stretch: Stretch, coordinator: _Coordinator) -> Log:
 @lru_cache(maxsize=4096)
 def _report(log: Log, names: tuple[str, ...], parts_from_host: int) -> StretchReport:
     most = stays = turn = 0
-    held, again = ([[0, 0, 0] for _ in names] for _ in range(2))
+    held, again = ([[0, 0, 0] for _ in names or ("not told apart",)] for _ in range(2))
     reported = held
     for mark, whose, without, rests, came in log:
         if mark == UNCOUNTED:
-            if reported:
-                reported[whose][2] = rests
+            reported[whose][2] = rests
             continue
-        passing = without
-        if parts_from_host:
-            passing = max([without, *[whole - (-numel // parts_from_host) for whole, numel in came]])
+        passing = max([without, *[whole - (-numel // parts_from_host) for whole, numel in came if parts_from_host]])
         reported = again if mark == RERUN else held
-        if reported:
-            reported[whose][:] = map(max, reported[whose], (passing, rests, rests))
+        reported[whose][:] = map(max, reported[whose], (passing, rests, rests))
         if mark == RERUN:
             continue
         most, stays = max(most, passing), max(stays, rests)
-        if mark == TURN:
+        if mark == TURN:  # the last module of a layer that runs again is also where it turns round
             turn = rests
-            if again:  # the last module of a layer that runs again is also where it turns round
-                again[whose][:] = map(max, again[whose], (passing, rests, rests))
-    frozen, rerun = (tuple([(passing, rests, left) for passing, rests, left in each]) for each in (held, again))
-    return StretchReport(most, stays, turn, _call(names, frozen), _call(names, rerun))
+            again[whose][:] = map(max, again[whose], (passing, rests, rests))
+    turns = ([(passing, rests, left) for passing, rests, left in each[: len(names)]] for each in (held, again))
+    return StretchReport(most, stays, turn, *[_call(names, tuple(each)) for each in turns])
 
 
 @lru_cache(maxsize=4096)
@@ -563,9 +557,7 @@ class _Coordinator:
         fresh = together = 0
         started = self.live
         for identity, numel in params:
-            users = active.get(identity)
-            if users is None:
-                users = active[identity] = set()
+            users = active.setdefault(identity, set())
             users.add(module)
             self.done[identity] += 1
             if holder is not None:
@@ -649,11 +641,10 @@ class _Coordinator:
             self._free(identity, numel)
 
     def _leave(self, identity: int, module: Module) -> None:
-        users = self.active.get(identity)
-        if users:
-            users.discard(module)
-            if not users:
-                del self.active[identity]
+        users = self.active.get(identity, set())
+        users.discard(module)
+        if not users:
+            self.active.pop(identity, None)
 
     def _free(self, identity: int, numel: int) -> None:
         if numel > self.stays and identity in self.available and identity not in self.active:
