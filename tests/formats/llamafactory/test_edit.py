@@ -145,12 +145,10 @@ def test_an_optimizer_whose_copies_would_not_fit_makes_way() -> None:
     assert "optim was adamw_torch: adamw_torch would take" in Path("made/llamafactory.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    "tier", ["deepspeed", *(pytest.param(t, marks=pytest.mark.slow) for t in ("standard", "optimized"))]
-)
+@pytest.mark.parametrize("tier", ["deepspeed", "standard", "optimized"])
 def test_a_tier_keeps_the_files_own_batch(tier: str) -> None:
     Path("official.yaml").write_text(OFFICIAL.replace("Qwen2.5-7B", "Qwen1.5-0.5B"))
-    found = written("--tier", tier)
+    found = written("--tier", tier, "--engine", "zero3")
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 64
     assert found["cutoff_len"] == 2048
 
