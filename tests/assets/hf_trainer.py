@@ -17,7 +17,8 @@ from pathlib import Path
 
 # As where they are not installed: the Trainer would import them, for seconds, and use none of them here.
 unused = {"bitsandbytes", "datasets", "deepspeed", "pandas", "peft", "sklearn"}
-sys.modules |= dict.fromkeys(unused - {"deepspeed" if "--deepspeed" in sys.argv else ""})
+with_deepspeed = "--deepspeed" in sys.argv or "ACCELERATE_USE_DEEPSPEED" in os.environ
+sys.modules |= dict.fromkeys(unused - {"deepspeed" if with_deepspeed else ""})
 
 import torch  # noqa: E402
 from torch.utils.data import Dataset  # noqa: E402

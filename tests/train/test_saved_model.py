@@ -182,6 +182,18 @@ def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["model", "model.safetensors"]
 
 
+def test_a_run_knows_what_it_left_when_it_was_killed_between_its_last_note_and_the_renaming(tmp_path: Path) -> None:
+    torn = tmp_path / ".model.partial" / "model.safetensors"
+    torn.parent.mkdir()
+    torn.write_text("torn", encoding="utf-8")
+    with pytest.raises(UserError, match="was not written by tightfit"):
+        write_plain(tmp_path / "model", all_pieces())
+    began = {"event": "start", "at": 0, "model": "m", "engine": "fsdp2", "world": 1, "launcher": "tightfit"}
+    (tmp_path / "events.jsonl").write_text(json.dumps(began) + "\n", encoding="utf-8")
+    write_plain(tmp_path / "model", all_pieces())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "model"]
+
+
 def one_rank_fails(rank: int, world: int, barrier: Callable[[], None], folder: Path) -> None:
     def pieces() -> Iterator[TensorPiece]:
         for name in SHAPES:

@@ -41,6 +41,7 @@ from tightfit.owned import Listed, NotOurs, check_ours
 from tightfit.runs import disk
 from tightfit.runs.checkpoints import STAGED, check_removable, digest, remove_orphan, replaced_of, staging_of
 from tightfit.runs.checkpoints import Span as Hashed
+from tightfit.runs.folder import is_run
 from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
@@ -224,9 +225,9 @@ class Writer:
             disk.make_folder(parent)
             disk.sync_path(parent.parent)
         if os.path.lexists(self.staging):
-            # A former attempt was killed, or could not clear up: its first note says that it is ours.
-            advice = Message("train.move-away", name=self.folder.name)
-            if self.staging.is_symlink() or (any(self.staging.iterdir()) and not self._note(0, "began").is_file()):
+            # A former attempt was killed, or could not clear up: its first note says that it is ours, or the run does.
+            advice, known = Message("train.move-away", name=self.folder.name), self._note(0, "began").is_file()
+            if self.staging.is_symlink() or not (known or is_run(parent) or not any(self.staging.iterdir())):
                 raise NotOurs(self.staging, Message("train.not-ours", staging=self.staging, advice=advice))
             check_ours(self.staging, STAGED, advice)
             disk.remove_folder(self.staging, STAGED)
