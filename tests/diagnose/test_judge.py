@@ -43,6 +43,16 @@ def test_a_process_that_ended_well_had_no_fault() -> None:
     assert told(BUG).verdict is not None
 
 
+@pytest.mark.parametrize(
+    "said",
+    ["bitsandbytes", "The 'bitsandbytes>=0.39.0' distribution was not found and is required by it."],
+)
+def test_a_missing_package_is_named_as_both_libraries_say_it(said: str) -> None:
+    error = f"importlib.metadata.PackageNotFoundError: No package metadata was found for {said}"
+    found = verdict(BUG.replace("AttributeError: no such thing", error))
+    assert (found.id, found.fixes[0].command) == ("module-missing", "pip install bitsandbytes")
+
+
 def test_numbers_that_are_none_count_however_it_ended() -> None:
     text = "{'loss': nan, 'grad_norm': nan, 'epoch': 0.1}\n{'loss': nan, 'grad_norm': nan, 'epoch': 0.2}\n"
     assert verdict(text, exits=(RankExit(rank=0, code=0, at=1.0),)).kind == "not-finite"
