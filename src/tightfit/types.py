@@ -242,6 +242,16 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What `tightfit measure` found on a machine."""
+
+    on: str  # the day: 2026-11-16
+    machine: str  # its fingerprint
+    rates: Mapping[str, float] = field(hash=False)  # by name, see docs/measure.md; what is missing was not measured
+    marked: frozenset[str] = frozenset()  # rates that were measured while something else kept the machine busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """The machine or machines to train on. All GPUs are alike."""
 
@@ -250,6 +260,8 @@ class Hardware:
     gpus_per_node: int = 1
     host_ram_bytes: int | None = None  # a node's RAM; None: unknown
     nvme_bytes: int | None = None
+    network_bytes_per_s: float | None = None  # of one node to the others, one direction; None: nobody has said
+    measured: Measured | None = None
     because: tuple[Any, ...] = ()
 
     @property
@@ -578,6 +590,22 @@ Cause = Literal[
 ]
 
 
+RateSource = Literal["data sheet", "published", "given", "assumed", "measured", "run"]
+"""Where a rate comes from: what the maker states and a share of it that was measured elsewhere; what others published;
+what the user said; nobody knows; `tightfit measure`; a run of this job on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateUsed:
+    """One rate of a machine as a pace used it."""
+
+    value: float  # in its unit: FLOP/s, bytes/s, parameters/s, seconds
+    source: RateSource
+    spread: float  # it may be off by this share of itself, either way
+    open_s: float  # what that leaves open of a step, in seconds
+    on: str = ""  # the day it was measured
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """How long a step takes, and why."""
@@ -586,4 +614,9 @@ class Pace:
     tokens_per_s: float  # of all GPUs together
     causes: Mapping[Cause, float]
     """Seconds of a step by cause. What overlaps is counted once, so they add up to `step_s`."""
+    low_s: float = 0.0
+    high_s: float = 0.0
+    """What a step takes if the rates that it hangs on are as good, or as bad, as they may be."""
+    rates: Mapping[str, RateUsed] = field(default_factory=dict)
+    """The rates that it hangs on, the one that leaves most open first."""
     because: tuple[Any, ...] = ()  # what had to be assumed
