@@ -252,6 +252,23 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaughtRate:
+    """One rate as finished runs have shown it, against what was known of it without them."""
+
+    name: str  # as `Pace.rates` has it
+    factor: float  # what hangs on it takes so many times as long: a speed is divided by it, seconds are multiplied
+    spread: float  # it may still be off by this share of itself, either way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught:
+    """What the step times of finished runs have taught about a machine."""
+
+    on: str  # the day of the newest of them: 2026-11-16
+    rates: tuple[TaughtRate, ...]  # those that are not listed are as they were
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """The machine or machines to train on. All GPUs are alike."""
 
@@ -262,6 +279,7 @@ class Hardware:
     nvme_bytes: int | None = None
     network_bytes_per_s: float | None = None  # of one node to the others, one direction; None: nobody has said
     measured: Measured | None = None
+    taught: Taught | None = None  # applied to the rates after all else that is known of them
     because: tuple[Any, ...] = ()
 
     @property
