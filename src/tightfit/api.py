@@ -41,7 +41,9 @@ PLAN_FLAGS = (frozenset(JOB_FLAGS) - {*OTHER_WORD.values()}) | {
     *OTHER_WORD,
     *("num_gpus", "world", "max", "trace", "no_calibration", "launcher"),
 }
-ESTIMATE_FLAGS = frozenset(LEVERS) | {*("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme")}
+ESTIMATE_FLAGS = (
+    frozenset(LEVERS) | {*("model", "deepspeed", "trace", "gpus", "world", "host_ram", "nvme")} | {"network", "link"}
+)
 WIDTH = 100  # columns of the text form
 
 

@@ -278,6 +278,7 @@ class Hardware:
     host_ram_bytes: int | None = None  # a node's RAM; None: unknown
     nvme_bytes: int | None = None
     network_bytes_per_s: float | None = None  # of one node to the others, one direction; None: nobody has said
+    link_given: bool = False  # the user said what joins the GPUs: `gpu.link` is not the catalogue's
     measured: Measured | None = None
     taught: Taught | None = None  # applied to the rates after all else that is known of them
     because: tuple[Any, ...] = ()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tightfit.hardware.catalogue import CARDS, GIB, MIB, native_bf16
-from tightfit.hardware.words import parse_hardware, parse_size, recognise
+from tightfit.hardware.words import connect, parse_hardware, parse_link, parse_network, parse_size, recognise
 from tightfit.types import HardwareError
 
 GEFORCE_AS_PRINTED = {
@@ -197,6 +198,95 @@ def test_what_is_no_size(text: str) -> None:
 def test_host_ram_is_validated_too() -> None:
     with pytest.raises(HardwareError, match="'lots' is not a size"):
         parse_hardware("6x32GB", host_ram="lots")
+
+
+@pytest.mark.parametrize(
+    ("text", "gb_s"),
+    [
+        ("400Gb", 50),
+        ("8x400Gb", 400),
+        ("8 × 400 Gbps", 400),
+        ("400Gbit/s", 50),
+        ("400gb/s", 50),
+        ("400G", 50),
+        ("3.2Tb", 400),
+        ("50GB/s", 50),
+        ("4x12.5GBps", 50),
+    ],
+)
+def test_networks_are_rates_of_a_node(text: str, gb_s: float) -> None:
+    assert parse_network(text) == pytest.approx(gb_s * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fast", "like 400Gb or 8x400Gb."),
+        ("400GB", "did you mean 400Gb?"),
+        ("8x400", "did you mean 8x400Gb?"),
+        ("100Gbs", "did you mean 100Gb?"),
+        ("0Gb", "No node has a network of '0Gb'"),
+        ("9999x999999Gb", "at most 100Tb."),
+        ("", "like 400Gb"),
+    ],
+)
+def test_what_is_no_network(text: str, said: str) -> None:
+    with pytest.raises(HardwareError) as error:
+        parse_network(text)
+    assert said in str(error.value)
+    assert_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text", "link", "gb_s"),
+    [
+        ("2xRTX3090", "nvlink", "nvlink", 56.25),
+        ("8xH100", "NVLink", "nvlink", 450),
+        ("8xH100", "pcie5", "pcie5", 63),
+        ("8xH100", "200GB/s", "nvlink", 200),
+        ("8xRTX4090", "PCIe 3.0", "pcie3", 15.76),
+        ("8xRTX4090", "16GB/s", "pcie4", 16),
+        ("2xRTX4060", "pcie4", "pcie4", 15.75),
+        ("8xMI300X", "xgmi", "xgmi", 448),
+        ("8xMI210", "100GB/s", "xgmi", 100),
+        ("4x32GB", "20GB/s", "pcie4", 20),
+        ("4x32GB", "300GB/s", "nvlink", 300),
+    ],
+)
+def test_links_by_name_and_by_rate(gpus: str, text: str, link: str, gb_s: float) -> None:
+    found = connect(parse_hardware(gpus), None, text)
+    assert (found.gpu.link, found.link_given) == (link, True)
+    assert found.gpu.link_bytes_per_s == pytest.approx(gb_s * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text", "said"),
+    [
+        ("8xH100", "nvlnk", "did you mean nvlink?"),
+        ("8xH100", "pci4", "did you mean pcie4?"),
+        ("8xH100", "50", "did you mean 50GB/s?"),
+        ("8xH100", "400Gbps", "did you mean 50GB/s?"),
+        ("8xH100", "fast", "or a rate like 50GB/s."),
+        ("8xH100", "0GB/s", "at most 10TB/s."),
+        ("8xRTX4090", "nvlink", "RTX 4090 has no NVLink: write pcie4"),
+        ("8xMI300X", "nvlink", "MI300X has no NVLink: write xgmi"),
+        ("8xRTX4090", "xgmi", "no known Infinity Fabric link"),
+        ("4x32GB", "nvlink", "write it, like 300GB/s."),
+    ],
+)
+def test_what_is_no_link(gpus: str, text: str, said: str) -> None:
+    with pytest.raises(HardwareError) as error:
+        connect(parse_hardware(gpus), None, text)
+    assert said in str(error.value)
+    assert_one_sentence(str(error.value))
+
+
+@pytest.mark.thorough
+@given(st.one_of(st.text(), st.text("0123456789x.GMTbBps/ invlkpce")))
+def test_any_text_is_a_rate_or_a_sentence(word: str) -> None:
+    for read in (parse_network, parse_link):
+        with suppress(HardwareError):
+            assert read(word)
 
 
 PIECES = st.sampled_from(

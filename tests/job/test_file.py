@@ -77,7 +77,7 @@ seed: 7
 evaluation: {split: 0.1, every_steps: 50}
 saving: {folder: runs/a, every_steps: null, keep: 1}
 timeout: 1h30m
-hardware: {gpus: 4x24GB, host_ram: 1TB, nvme: 2TB, nvme_path: /mnt/nvme, gpu_ids: [0, 2]}
+hardware: {gpus: 4x24GB, host_ram: 1TB, nvme: 2TB, nvme_path: /mnt/nvme, gpu_ids: [0, 2], network: 8x400Gb, link: pcie3}
 limits: {margin: 0.1, gpu_memory: 20GB, host_ram: 500GB, allow: [lora-rank, shorter-seq]}
 levers: {engine: zero3, offload_param: nvme, checkpointing: "layers:3", micro_batch: 2, reduce_bucket: 50000000}
 tier: minimal
@@ -105,7 +105,15 @@ EVERYTHING_MEANS = Job(
     evaluation=Evaluation(split=0.1, every_steps=50),
     saving=Saving(folder="runs/a", every_steps=None, keep_last=1),
     timeout="1h30m",
-    hardware=Machine(gpus="4x24GB", host_ram="1TB", nvme="2TB", nvme_path="/mnt/nvme", gpu_ids=(0, 2)),
+    hardware=Machine(
+        gpus="4x24GB",
+        host_ram="1TB",
+        nvme="2TB",
+        nvme_path="/mnt/nvme",
+        gpu_ids=(0, 2),
+        network="8x400Gb",
+        link="pcie3",
+    ),
     limits=Limits(margin=0.1, gpu_memory="20GB", host_ram="500GB", allow=("lora-rank", "shorter-seq")),
     levers={
         "engine": "zero3",
@@ -278,6 +286,15 @@ def test_files_that_are_no_jobs(tmp_path: Path, text: str, sentence: str) -> Non
             "limits: {host_ram: 0GB}",
             "limits.host_ram in job.yaml: A size of '0GB' holds nothing: write something like 512GB.",
         ),
+        (
+            "hardware: {network: 400}",
+            "hardware.network in job.yaml must be a network such as 400Gb or 8x400Gb, not 400",
+        ),
+        (
+            "hardware: {link: nvlnk}",
+            "hardware.link in job.yaml: 'nvlnk' is not a link between GPUs: did you mean nvlink?",
+        ),
+        ("network: 400Gb", "unknown field 'network' in job.yaml; did you mean 'hardware.network'?"),
         ("hardware: {gpus: 8}", "hardware.gpus in job.yaml must be a word such as 6x32GB, not 8"),
         (
             "hardware: {gpus: 8xA100}",
@@ -569,6 +586,8 @@ def test_flags_alone_are_a_job() -> None:
             "gpu_ids": "0,1",
             "host_ram": "256GB",
             "nvme": "1TB",
+            "network": "400Gb",
+            "link": "50GB/s",
             "margin": "0.1",
             "allow": "shorter-seq,quantize",
             "max_steps": "100",
@@ -586,7 +605,7 @@ def test_flags_alone_are_a_job() -> None:
         sequence=512,
         lora=Adapters(rank=4, targets=("q_proj", "v_proj"), dtype="fp32"),
         effective_batch=16,
-        hardware=Machine(gpus="4x24GB", gpu_ids=(0, 1), host_ram="256GB", nvme="1TB"),
+        hardware=Machine(gpus="4x24GB", gpu_ids=(0, 1), host_ram="256GB", nvme="1TB", network="400Gb", link="50GB/s"),
         limits=Limits(margin=0.1, allow=("shorter-seq", "quantize")),
         max_steps=100,
         data=Data(samples=1000),
@@ -617,6 +636,7 @@ def test_epochs_as_a_flag_overrule_the_files_steps() -> None:
         ({"margin": "nan"}, "--margin must be a number from 0 to below 0.9, not 'nan'"),
         ({"allow": "quantise"}, "--allow knows no 'quantise'; did you mean 'quantize'?"),
         ({"gpus": "4xRTX4091"}, "--gpus: We know no card 'RTX4091'"),
+        ({"network": "fast"}, "--network: 'fast' is not a network"),
         ({"host_ram": "0GB"}, "--host-ram: A size of '0GB' holds nothing"),
         ({"lora_rank": 4}, "--lora-rank needs --method lora or qlora"),
         ({"engine": "zero9"}, "--engine knows no 'zero9'; did you mean 'zero3'?"),
@@ -811,6 +831,15 @@ def test_the_named_cards() -> None:
 def test_this_machine_without_a_word() -> None:
     assert machine() == machine(gpus="this")
     assert machine(host_ram="8GB").host_ram_bytes == 8 * GIB
+
+
+def test_what_joins_the_machines() -> None:
+    found = machine(gpus="2x8xH100", network="8x400Gb", link="pcie5")
+    assert (found.network_bytes_per_s, found.gpu.link, found.link_given) == (400e9, "pcie5", True)
+    here = machine(network="25Gb", link="pcie3")
+    assert (here.network_bytes_per_s, here.gpu.link) == (25e9 / 8, "pcie3")
+    two, four = (machine(gpus="4xRTX3090", num_gpus=count, link="nvlink") for count in (2, 4))
+    assert (two.gpu.link, four.gpu.link) == ("nvlink", "pcie4"), "a bridge joins two"
 
 
 def test_some_gpus_of_every_node() -> None:

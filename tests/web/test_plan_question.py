@@ -36,6 +36,10 @@ def test_the_bare_address_asks_something_sensible() -> None:
         ("gpus=2&card=24GB&allow=lora&allow=precision,lora", "--model 7b_mamba --gpus 2x24GB --allow lora,precision"),
         ("gpus=2&card=24GB&seq=&engine=&micro-batch=2", "--model 7b_mamba --gpus 2x24GB --micro-batch 2"),
         ("gpus=2&card=24GB&effective_batch=1_024", "--model 7b_mamba --gpus 2x24GB --effective-batch 1024"),
+        (
+            "gpus=8&card=H100&nodes=2&network=8x400Gb&link=nvlink",
+            "--model 7b_mamba --gpus 2x8xH100 --network 8x400Gb --link nvlink",
+        ),
         ("gpus=2&card=24GB&write=/etc&hostfile=/etc/passwd&nvme-path=/&file=x", "--model 7b_mamba --gpus 2x24GB"),
     ],
 )

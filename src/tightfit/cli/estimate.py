@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tightfit.cli.flags import ALIASES, HARDWARE, Parser, add_lever_flags, pick, print_json
+from tightfit.cli.flags import ALIASES, CONNECTIONS, HARDWARE, Parser, add_lever_flags, pick, print_json
 from tightfit.desk.estimate import compare, comparison, estimated, hardware_of, price, world_of
 from tightfit.desk.report import estimate_report, strategy_report
 from tightfit.desk.request import flags_of, read_request
@@ -34,7 +34,7 @@ def parser() -> Parser:
     example = "tightfit estimate --model 7b_mamba --engine zero3 --gpus 6x32GB --seq 1024"
     made = Parser("estimate", "[FILE] [--model MODEL] [--gpus HARDWARE] [flags]", example)
     made.add_file("FILE")
-    made.takes(f"model=MODEL deepspeed=FILE trace {HARDWARE} only_stage=N compare json")
+    made.takes(f"model=MODEL deepspeed=FILE trace {HARDWARE} {CONNECTIONS} only_stage=N compare json")
     add_lever_flags(made)
     made.knows_as(ALIASES)
     return made.ends_with("0", "2", well="fits-or-not")

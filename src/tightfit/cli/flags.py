@@ -52,6 +52,7 @@ WHOLE = frozenset(
 """The flags that take a whole number. Those of a job's other fields are read with the job."""
 
 HARDWARE = "gpus=HARDWARE world=N host_ram=SIZE nvme=SIZE"
+CONNECTIONS = "network=400Gb|8x400Gb link=nvlink|pcie3|pcie4|pcie5|50GB/s"
 CONFIG = "config_file"  # where `--config` is kept until it becomes the file
 
 

@@ -12,6 +12,7 @@ from typing import get_args
 
 from tightfit.cli.flags import (
     ALIASES,
+    CONNECTIONS,
     Parser,
     add_lever_flags,
     print_json,
@@ -28,7 +29,8 @@ from tightfit.messages import Listing, explain_field, text
 from tightfit.types import Levers, Trainer
 
 FLAGS = {
-    "the machine": "gpus=HARDWARE num_gpus=N world=N gpu_ids=0,1,… host_ram=SIZE nvme=SIZE nvme_path=DIR",
+    "the machine": "gpus=HARDWARE num_gpus=N world=N gpu_ids=0,1,… host_ram=SIZE nvme=SIZE nvme_path=DIR "
+    + CONNECTIONS,
     "the question": f"for={'|'.join(get_args(Trainer))} effective_batch=N margin=SHARE allow=A,B,… only_stage=N "
     f"tier=NAME max={'|'.join(get_args(Wanted))} no_calibration json",
     "the length of the training": "epochs=N max_steps=N samples=N",

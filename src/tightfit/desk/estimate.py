@@ -158,19 +158,21 @@ def _lacks_bf16(hardware: Hardware) -> bool:
 def hardware_of(request: Request) -> Hardware | None:
     """The machine that `--gpus` names; None: no machine, so no verdict."""
     word = request.flags.get("gpus")
-    for flag in ("host_ram", "nvme"):
+    for flag in ("host_ram", "nvme", "network", "link"):
         if word is None and flag in request.flags:
             raise ConfigError(Message("desk.needs-gpus", flag=spelt(flag)))
     if word is None:
         return None
     sizes = {"host_ram": request.flags.get("host_ram"), "nvme": request.flags.get("nvme")}
+    from tightfit.hardware.words import connect, parse_hardware
+
     if word.strip().lower() == "this":
         from tightfit.hardware.machine import this_machine
 
-        return this_machine(**sizes)
-    from tightfit.hardware.words import parse_hardware
-
-    return parse_hardware(word, **sizes)
+        hardware = this_machine(**sizes)
+    else:
+        hardware = parse_hardware(word, **sizes)
+    return connect(hardware, request.flags.get("network"), request.flags.get("link"))
 
 
 def world_of(request: Request, hardware: Hardware | None, otherwise: int = 1) -> int:

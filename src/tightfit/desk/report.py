@@ -54,9 +54,10 @@ def _report_phases(phases: Mapping[PhaseName, Phase]) -> dict[PhaseName, Any]:
 
 
 def _report_hardware(hardware: Hardware, **more: str) -> dict[str, Any]:
-    names = ("nodes", "gpus_per_node", "host_ram_bytes", "nvme_bytes")
+    names = ("nodes", "gpus_per_node", "host_ram_bytes", "nvme_bytes", "network_bytes_per_s")
     card = {"name": hardware.gpu.name, **more, "memory_bytes": hardware.gpu.memory_bytes}
-    return card | {name: getattr(hardware, name) for name in names}
+    links = {"link": hardware.gpu.link, "link_bytes_per_s": hardware.gpu.link_bytes_per_s}
+    return card | {name: getattr(hardware, name) for name in names} | links
 
 
 def strategy_report(name: str, outcome: Outcome) -> dict[str, Any]:

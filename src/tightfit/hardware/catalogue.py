@@ -13,7 +13,8 @@ from tightfit.types import Gpu, Vendor
 GIB = 2**30
 MIB = 2**20
 
-_PCIE_LANE_GB_S = {"pcie3": 0.985, "pcie4": 1.969, "pcie5": 3.938}
+PCIE_LANE_GB_S = {"pcie3": 0.985, "pcie4": 1.969, "pcie5": 3.938}
+"""Of one lane, one direction, after encoding. The standard."""
 _FLOPS_PER_CLOCK = {"sm": 512, "c": 2}
 """Of one core; of the matrix units of one GeForce multiprocessor with fp32 accumulation, the same since Turing."""
 
@@ -27,6 +28,9 @@ class CatalogueCard:
     form: str  # 'SXM', 'PCIe' …; empty where there is only one
     devices: int  # GPUs that the driver shows for one card: 2 for MI250's two dies, each with its own memory
     gpu: Gpu  # one device of it
+    nvlink_bytes_per_s: (
+        float | None
+    )  # of its NVLink or of the bridge that is sold for it, one direction; None: it takes none
     aliases: tuple[str, ...]  # names that the words of its family do not explain, most of them a driver's
 
 
@@ -50,8 +54,10 @@ def _read_cards(text: str) -> Iterator[CatalogueCard]:
             cells: list[Any] = ["" if cell == "-" else cell for cell in re.split(" {2,}", line)]
             family, size, mib, rate, gb_s, link, form, *aliases = cells + [""] * (7 - len(cells))
             devices, gib = map(int, f"1x{size}".split("x")[-2:])
+            link, _, bridge = link.partition("+nvlink:")
             link, _, width = link.partition(":")
-            link_gb_s = _PCIE_LANE_GB_S[link] * int(width or 16) if link in _PCIE_LANE_GB_S else float(width or 0)
+            nvlink_gb_s = float(width if link == "nvlink" else bridge or 0)
+            link_gb_s = PCIE_LANE_GB_S[link] * int(width or 16) if link in PCIE_LANE_GB_S else float(width or 0)
             fp16 = _read_tflops(rate.rpartition("/")[2])
             bf16 = _read_tflops(rate.partition("/")[0]) if native_bf16(arch) else None
             gpu = Gpu(
@@ -65,8 +71,15 @@ def _read_cards(text: str) -> Iterator[CatalogueCard]:
                 link=link or None,
                 link_bytes_per_s=link_gb_s * 1e9 or None,
             )
-            names = {"family": family, "form": form, "aliases": tuple(aliases)}
-            yield CatalogueCard(**names, size_gib=devices * gib, devices=devices, gpu=gpu)
+            yield CatalogueCard(
+                family=family,
+                size_gib=devices * gib,
+                form=form,
+                devices=devices,
+                gpu=gpu,
+                nvlink_bytes_per_s=nvlink_gb_s * 1e9 or None,
+                aliases=tuple(aliases),
+            )
 
 
 def _read_tflops(cell: str) -> float | None:

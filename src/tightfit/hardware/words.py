@@ -5,7 +5,9 @@ driver prints it (`NVIDIA A100-SXM4-80GB`), or be no more than its size (`32GB`)
 unknown, but whether a job fits is not. We never guess between two sizes of one card, since that is
 the very number the answer hangs on; between two forms (SXM, PCIe) we take the usual one and say so.
 
-GB in a hardware word means GiB, as cards are sold.
+GB in a hardware word means GiB, as cards are sold. In a rate it means what networks and links are sold by: 10^9 bytes.
+
+What joins the GPUs has words of its own: `8x400Gb` is a network, `nvlink`, `pcie4` and `50GB/s` are links.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import unicodedata
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, cast
 
-from tightfit.hardware.catalogue import CARDS, GIB, MIB, CatalogueCard
+from tightfit.hardware.catalogue import CARDS, GIB, MIB, PCIE_LANE_GB_S, CatalogueCard
+from tightfit.inputs.spelling import nearest
 from tightfit.messages import Choice, Listing, Message, Said
 from tightfit.types import Gpu, Hardware, HardwareError
 
@@ -38,6 +41,19 @@ _SIZE_IN_NAME = re.compile(
     r"|(?:^|(?<=[\s_-]))([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(G)(?![a-z0-9])",
     re.IGNORECASE,
 )
+_NETWORK = re.compile(r"(?:([0-9]{1,4})\s*[xX*]\s*)?([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([MGTmgt]?)([A-Za-z/]*)")
+_BITS = re.compile(r"|b|bits?", re.IGNORECASE)
+_LINK_RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([MGT]?)(.*)", re.IGNORECASE)
+_RATES = {"M": 1e6, "G": 1e9, "T": 1e12}
+_MOST_NETWORK = 12.5e12
+"""Of a node: 250 NICs of 400 Gb/s, more than anything that is built."""
+_MOST_LINK = 10e12
+_LINKS = ("nvlink", "xgmi", "pcie3", "pcie4", "pcie5")
+_LINK_SPELLINGS = {
+    **{name: name for name in _LINKS},
+    **{f"pcie{dot}{gen}{zero}": f"pcie{gen}" for gen in "345" for dot in ("", "gen", "x16gen") for zero in ("", ".0")},
+    "infinityfabric": "xgmi",
+}
 _SIZE_WITHOUT_UNIT = re.compile(r"[\s_-]([0-9]{1,3})\s*$")
 _MAKERS = re.compile(r"nvidia|geforce|instinct|radeon|hygon", re.IGNORECASE)
 _LAPTOP = re.compile(r"with max-?q design|mobile", re.IGNORECASE)
@@ -99,6 +115,69 @@ def parse_size(text: str) -> int:
     if size > _MAX_SIZE:
         raise HardwareError(Message("machine.size-too-large", word=_quote(text), most=_MAX_SIZE // 1024**4))
     return size
+
+
+def connect(hardware: Hardware, network: str | None, link: str | None) -> Hardware:
+    """The same machine with what was said of its network and of the link between its GPUs."""
+    if network is not None:
+        hardware = replace(hardware, network_bytes_per_s=parse_network(network))
+    if link is None:
+        return hardware
+    gpu, word = hardware.gpu, parse_link(link)
+    if word != "nvlink" or gpu.link == "nvlink":
+        return replace(hardware, gpu=_relink(gpu, word), link_given=True)
+    card = next((card for card in CARDS if card.gpu.name == gpu.name), None)
+    if card is None and gpu.vendor in ("nvidia", "unknown"):
+        raise HardwareError(Message("machine.unknown-nvlink", card=gpu.name))
+    if card is None or card.nvlink_bytes_per_s is None:
+        raise HardwareError(Message("machine.no-nvlink", card=gpu.name, own=gpu.link or "pcie4"))
+    if (
+        hardware.gpus_per_node > 2 and gpu.link is not None
+    ):  # a bridge: whoever goes round by all of them takes PCIe too
+        said = Message("machine.bridge-of-two", card=gpu.name, gpus=hardware.gpus_per_node, own=gpu.link)
+        return replace(hardware, link_given=True, because=(*hardware.because, said))
+    gpu = replace(gpu, link="nvlink", link_bytes_per_s=card.nvlink_bytes_per_s)
+    return replace(hardware, gpu=gpu, link_given=True)
+
+
+def parse_network(text: str) -> float:
+    """Bytes/s of one node, one direction, in '400Gb' (one NIC), '8x400Gb', '400Gbps', '400Gbit/s', '50GB/s'.
+
+    A small b is a bit and a large B a byte. A byte without a second is no rate: whoever writes 400GB means 400Gb.
+    """
+    match = _NETWORK.fullmatch(_plain(text))
+    if match is None:
+        raise HardwareError(Message("machine.not-a-network", word=_quote(text)))
+    nics, rate, unit, tail = int(match[1] or 1), float(match[2]), match[3].upper(), match[4]
+    letters = re.sub(r"(/s|ps)$", "", tail, flags=re.IGNORECASE)
+    in_bytes = letters == "B" and letters != tail
+    if not unit or not (in_bytes or (letters != "B" and _BITS.fullmatch(letters))):
+        close = f"{f'{nics}x' if match[1] else ''}{match[2]}{unit or 'G'}b"
+        raise HardwareError(Message("machine.not-a-network-but", word=_quote(text), close=close))
+    carried = nics * rate * _RATES[unit] / (1 if in_bytes else 8)
+    if not 0 < carried <= _MOST_NETWORK:
+        raise HardwareError(Message("machine.implausible-network", word=_quote(text), most=_MOST_NETWORK * 8 // 1e12))
+    return carried
+
+
+def parse_link(text: str) -> str | float:
+    """What joins the GPUs of a node, by name ('nvlink', 'pcie4'), or its bytes/s, one direction, in '50GB/s'."""
+    word = _plain(text)
+    if name := _LINK_SPELLINGS.get(re.sub(r"[\s_-]", "", word.lower())):
+        return name
+    match = _LINK_RATE.match(word)
+    if match is None:
+        if close := nearest(word, _LINKS):
+            raise HardwareError(Message("machine.not-a-link-but", word=_quote(text), close=close))
+        raise HardwareError(Message("machine.not-a-link", word=_quote(text), names=Listing(_LINKS)))
+    number, unit, letters = float(match[1]), match[2].upper() or "G", match[3]
+    if not match[2] or letters.lower() != "b/s":  # a small b elsewhere is a bit, as in a network's rate
+        close = f"{number / (8 if letters.startswith('b') else 1):g}{unit}B/s"
+        raise HardwareError(Message("machine.not-a-link-but", word=_quote(text), close=close))
+    rate = number * _RATES[unit]
+    if not 0 < rate <= _MOST_LINK:
+        raise HardwareError(Message("machine.implausible-link", word=_quote(text), most=_MOST_LINK // 1e12))
+    return rate
 
 
 def recognise(name: str, memory_bytes: int | None) -> tuple[Gpu | None, Message | None]:
@@ -189,6 +268,29 @@ def _explain_unknown(word: str, name: _Name) -> Message:
     if not names:
         return Message("machine.unknown-card", word=_quote(word), fix=Message("machine.see-gpus"))
     return Message("machine.unknown-card-near", word=_quote(word), names=Choice(names))
+
+
+# --- the link ------------------------------------------------------------------------------------
+
+
+def _relink(gpu: Gpu, link: str | float) -> Gpu:
+    """The card with another link. A rate tells its kind too: what the card's PCIe cannot carry is the maker's own."""
+    is_pcie = gpu.link in PCIE_LANE_GB_S
+    if isinstance(link, str):
+        if link == "xgmi" and gpu.link != "xgmi":
+            raise HardwareError(Message("machine.no-xgmi", card=gpu.name))
+        if link not in PCIE_LANE_GB_S:
+            return gpu
+        lanes = round((gpu.link_bytes_per_s or 0) / 1e9 / PCIE_LANE_GB_S[str(gpu.link)]) if is_pcie else 16
+        kind, rate = link, PCIE_LANE_GB_S[link] * lanes * 1e9
+    else:
+        rate = link
+        own = str(gpu.link) if is_pcie else "pcie5"
+        if rate > 16.1e9 * PCIE_LANE_GB_S[own]:
+            kind = "xgmi" if gpu.vendor in ("amd", "hygon") else "nvlink"
+        else:
+            kind = gpu.link or next(name for name in PCIE_LANE_GB_S if rate <= 16.1e9 * PCIE_LANE_GB_S[name])
+    return replace(gpu, link=cast(Literal["nvlink", "xgmi", "pcie3", "pcie4", "pcie5"], kind), link_bytes_per_s=rate)
 
 
 # --- names --------------------------------------------------------------------------------------

@@ -159,6 +159,10 @@ class Machine:
     """Free NVMe space of one node; without it nothing is offloaded to NVMe."""
     nvme_path: str | None = None
     """A folder on that NVMe."""
+    network: str | None = None
+    """What joins the nodes, NICs of a node × what each carries: `400Gb`, `8x400Gb`; left out: what is usual there."""
+    link: str | None = None
+    """What joins the GPUs of a node: `nvlink`, `pcie3`, `pcie4`, `pcie5`, or its rate in one direction, `50GB/s`."""
     gpu_ids: Annotated[tuple[Number, ...], MinLen(1)] | None = None
     """The GPUs of a node to use, by number; left out: all."""
 

@@ -74,6 +74,8 @@ EXAMPLES = {
     "hardware.gpus": Message("job.hardware-word"),
     "hardware.host_ram": Message("job.size-such-as", size="256GB"),
     "hardware.nvme": Message("job.size-such-as", size="2TB"),
+    "hardware.network": Message("job.network-word"),
+    "hardware.link": Message("job.link-word"),
     "limits.gpu_memory": Message("job.size-such-as", size="20GB"),
     "limits.host_ram": Message("job.size-such-as", size="200GB"),
     "timeout": Message("job.time-such-as"),

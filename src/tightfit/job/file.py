@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tightfit.hardware.words import parse_hardware, parse_size
+from tightfit.hardware.words import connect, parse_hardware, parse_link, parse_network, parse_size
 from tightfit.inputs.flags import LEVERS, MOST_BATCH, levers_from_flags, spelt
 from tightfit.inputs.spelling import LARGEST, as_number, nearest, seconds_in, shown
 from tightfit.job import Adapters, Job
@@ -43,6 +43,8 @@ JOB_FLAGS: Mapping[str, str] = {
     "host_ram": "hardware.host_ram",
     "nvme": "hardware.nvme",
     "nvme_path": "hardware.nvme_path",
+    "network": "hardware.network",
+    "link": "hardware.link",
     "gpu_ids": "hardware.gpu_ids",
     "margin": "limits.margin",
     "allow": "limits.allow",
@@ -282,7 +284,7 @@ def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
         hardware = this_machine(**sizes)
     else:
         hardware = parse_hardware(machine.gpus or "", **sizes)
-    hardware = _fewer(hardware, machine.gpu_ids, num_gpus)
+    hardware = connect(_fewer(hardware, machine.gpu_ids, num_gpus), machine.network, machine.link)
     # no more of each card and of the RAM than the limits allow
     because = list(hardware.because)
     gpu, ram = hardware.gpu, hardware.host_ram_bytes
@@ -392,12 +394,13 @@ def _check_stages(job: Job, source: Source) -> Iterator[UserError]:
 
 
 def _check_words(job: Job, source: Source) -> Iterator[UserError]:
-    """Text that has a form: sizes, times, hardware."""
+    """Text that has a form: sizes, times, rates, hardware."""
     for path, field in job_fields().items():
         value = field_at(job, path)
         if field.takes.kind == "text" and isinstance(value, str) and not value.strip():
             yield wrong(path, value, source)
     forms: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_SIZES, parse_size), "timeout": timeout_s}
+    forms |= {"hardware.network": parse_network, "hardware.link": parse_link}
     if not _is_this(job.hardware.gpus):
         forms["hardware.gpus"] = parse_hardware
     sizes = {}

@@ -49,7 +49,7 @@ PINS = tuple(
 )
 """The free levers that the form shows; what DeepSpeed's buffers are is for the command line."""
 WORDS = (
-    *("for", "method", "precision", "optimizer", "host_ram", "nvme", "margin"),
+    *("for", "method", "precision", "optimizer", "host_ram", "nvme", "network", "link", "margin"),
     *(lever.flag for lever in PINS if lever.type is not int),
     *("lora_targets", "epochs", "tier"),
 )

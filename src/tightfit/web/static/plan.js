@@ -275,7 +275,7 @@ document.getElementById("config-clear").addEventListener("click", () => {
 document.getElementById("use-this")?.addEventListener("click", (event) => {
   event.preventDefault();
   field("card").value = "this";
-  for (const name of ["gpus", "nodes", "host-ram"]) field(name).value = "";
+  for (const name of ["gpus", "nodes", "host-ram", "link", "network"]) field(name).value = "";
   placeAll();
   later(true);
 });
