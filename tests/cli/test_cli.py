@@ -95,8 +95,8 @@ def test_the_flags_are_those_of_the_contract() -> None:
         "--model --method --engine --world --seq --micro-batch --accum --precision --offload-optimizer --offload-param "
         "--checkpointing --loss --attention --optimizer --lora-rank --lora-targets --adapter-dtype --scan "
         "--reduce-bucket --allgather-bucket --prefetch-bucket --persistence-threshold --max-live-parameters "
-        "--deepspeed-version --gpus --json --deepspeed --trace --host-ram --nvme --network --link --compare --no-master-weights "
-        "--frozen-layers --dataloader-workers"
+        "--deepspeed-version --gpus --json --deepspeed --trace --host-ram --nvme --network --link --compare "
+        "--no-master-weights --frozen-layers --dataloader-workers"
     ).split():
         assert f"  {flag} " in text or f"  {flag}\n" in text, flag
 

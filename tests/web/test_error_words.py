@@ -19,7 +19,8 @@ CHINESE = re.compile(r"[\u4e00-\u9fff]")
 BAD: tuple[dict[str, str], ...] = (
     {"seq": "x"}, {"seq": "0"}, {"seq": "999999999999"}, {"card": "RTX9999"}, {"card": "A100"}, {"card": "A100-30GB"},
     {"card": "MI250-32GB"}, {"card": "24"}, {"card": "-4"}, {"card": "!!"}, {"card": "x" * 100}, {"gpus": "0"},
-    {"gpus": "9999"}, {"host_ram": "foo"}, {"host_ram": "0GB"}, {"nvme": "-1"}, {"network": "fast"}, {"link": "nvlnk"}, {"method": "foo"}, {"method": "lroa"},
+    {"gpus": "9999"}, {"host_ram": "foo"}, {"host_ram": "0GB"}, {"nvme": "-1"}, {"method": "foo"}, {"method": "lroa"},
+    {"network": "fast"}, {"link": "nvlnk"}, {"link": "nvlink"},
     {"engine": "zero9"}, {"offload_param": "cpu", "engine": "zero1"}, {"offload_optimizer": "cpu", "engine": "zero0"},
     {"offload_optimizer": "nvme"}, {"offload_optimizer": "nvme", "engine": "zero2", "nvme": "1TB"},
     {"checkpointing": "foo"}, {"checkpointing": "layers:999"}, {"lora_rank": "4"}, {"effective_batch": "7"},
