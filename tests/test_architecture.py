@@ -40,6 +40,7 @@ ORDER = [
     "desk",
     "mamba",
     "train",
+    "measure",
     "web",
     "start",
     "screen",
@@ -50,7 +51,7 @@ ORDER = [
 ]
 """A module may import its own room and the rooms above it. Lazy and type-only imports count."""
 
-WORKERS = {"mamba", "train"}
+WORKERS = {"mamba", "measure", "train"}
 """Spawned, never imported by the desk."""
 
 GPU_STACK = {"torch", "deepspeed", "transformers", "peft", "accelerate", "datasets", "bitsandbytes", "triton"}
@@ -63,7 +64,7 @@ QUOTED = {
 }
 """Files that search for words which also stand in a text of ours → who wrote the text in which they search."""
 
-ENVIRONMENT_DOORS = ("inputs", "hardware", "model", "train/__main__.py")
+ENVIRONMENT_DOORS = ("inputs", "hardware", "model", "train/__main__.py", "measure/__main__.py")
 
 
 def room_of(path: Path) -> str:
@@ -191,7 +192,7 @@ def test_no_module_imports_itself_by_a_detour() -> None:
 def test_only_the_command_line_sees_what_argparse_made() -> None:
     """Every other room is asked by a typed request: see `desk/request.py`."""
     seen = {room_of(path) for path in FILES if "argparse" in imported()[path]}
-    assert seen <= {"cli", "train"}, "the worker has a command line of its own; nobody else has one"
+    assert seen <= {"cli", "measure", "train"}, "the workers have command lines of their own; nobody else has one"
 
 
 def test_the_worker_is_spawned_and_never_imported() -> None:
