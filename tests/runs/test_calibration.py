@@ -32,9 +32,10 @@ from tightfit.planner.calibration import (
 )
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.step_down import Shortfall, room_above, unused_share
-from tightfit.runs.calibration import learn_from_failure, learned
-from tightfit.runs.events import Event, MemoryMark, event_of
+from tightfit.runs.calibration import learn_from_failure, learn_seconds, learned
+from tightfit.runs.events import Event, MemoryMark, Tally, event_of
 from tightfit.runs.records import worker_file
+from tightfit.types import Pace, RateUsed
 
 GIB = 2**30
 
@@ -314,6 +315,45 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     ]
 
 
+def tally_of(answer: Plan, step_s: float, *, steps: int = 20, share: float = 1.0) -> Tally:
+    """Of a run of this plan; `share`: of the tokens that were planned. Its first steps take their time."""
+    tally, tokens = Tally(), answer.effective_batch * way_of(answer).levers.sequence * share
+    for step in range(steps):
+        seconds = step_s * (30 if step < 2 else 1)
+        event = event_of(
+            json.dumps({"event": "step", "step": step, "step_s": seconds, "tokens_per_s": tokens / step_s})
+        )
+        assert event is not None
+        tally.add(event)
+    return tally
+
+
+def test_a_run_teaches_how_long_its_steps_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = planned()
+    rates = {"products": RateUsed(value=1e14, source="data sheet", spread=0.2, open_s=0.1)}
+    bare = Pace(step_s=1.0, tokens_per_s=1.0, causes={}, rates=rates)
+    monkeypatch.setattr("tightfit.planner.taught.pace", lambda *_: bare)
+    found = learn_seconds(tally_of(first, 1.2), first, "a processor")
+    assert found is not None
+    assert (found.predicted_s, found.measured_s, found.shares[0].seconds) == (1.0, 1.2, 0.5)
+    assert learn_seconds(tally_of(first, 1.2, steps=5), first, "a processor") is None
+    assert learn_seconds(tally_of(first, 1.2, share=0.5), first, "a processor") is None  # short samples take less
+    store = Calibrations(tmp_path)
+    assert not store.add(None)
+    assert store.add(None, found)
+    assert store.add(lesson(first, GIB), None)
+    known = store.read(first.job)
+    assert known.timed == (found,)
+    assert len(known.entries) == 1
+    again_planned = again(first, replace(known, processor="a processor"))
+    assert again_planned.hardware.taught is not None
+    assert again_planned.hardware.taught.rates[0].factor == pytest.approx(1.4, rel=0.02)
+    tree = json.loads((tmp_path / FILE).read_text())
+    tree["timed"][0]["measured_s"] = 0
+    (tmp_path / FILE).write_text(json.dumps(tree))
+    assert store.read().timed == ()
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     store, entry = Calibrations(tmp_path), lesson(planned(), GIB)
     many = Calibration(
@@ -341,9 +381,10 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     [
         b"",
         b'{"schema": 99, "tightfit": "", "entries": []}',
-        b'{"schema": 1, "tightfit": "0.0.0-other", "entries": []}',
+        b'{"schema": 1, "tightfit": "", "entries": []}',
+        b'{"schema": 2, "tightfit": "0.0.0-other", "entries": []}',
     ],
-    ids=["empty", "schema", "version"],
+    ids=["empty", "newer schema", "older schema", "version"],
 )
 def test_a_file_of_another_version_counts_for_nothing_and_is_replaced(tmp_path: Path, text: bytes) -> None:
     (tmp_path / FILE).write_bytes(text)
@@ -355,7 +396,7 @@ def test_a_file_of_another_version_counts_for_nothing_and_is_replaced(tmp_path: 
 
 @pytest.mark.parametrize(
     "text",
-    [b"{", b"[]", b"null", b'{"schema": 1}', b"\xff\xfe\x00", b"[" * 200_000, b" " * (2**22 + 1)],
+    [b"{", b"[]", b"null", b'{"schema": 2}', b"\xff\xfe\x00", b"[" * 200_000, b" " * (2**22 + 1)],
     ids=["torn", "list", "null", "keys", "binary", "deep", "large"],
 )
 def test_a_file_that_is_not_ours_counts_for_nothing_and_stays(tmp_path: Path, text: bytes) -> None:

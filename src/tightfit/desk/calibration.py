@@ -10,25 +10,29 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tightfit.desk.request import Request
+from tightfit.hardware.machine import processor_here
 from tightfit.inputs.records import as_record, find_json, find_record, record_text
 from tightfit.inputs.surroundings import cache_folder, faults_are_injected
 from tightfit.inputs.versions import find_installed
 from tightfit.job import Job
 from tightfit.owned import flock, replace_file
-from tightfit.planner.calibration import Calibration, Entry, data_mark
+from tightfit.planner.calibration import Calibration, Entry, TimedRun, data_mark
 
 FILE = "calibration.json"
 MOST_ENTRIES = 256  # the newest that are kept
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 def calibration_of(request: Request, job: Job) -> Calibration | None:
     """None: it is not wanted, so nothing is written down at the end either."""
-    return Calibrations(cache_folder()).read(job) if request.calibrates else None
+    if not request.calibrates:
+        return None
+    return replace(Calibrations(cache_folder()).read(job), processor=processor_here())
 
 
 class Calibrations:
@@ -40,21 +44,33 @@ class Calibrations:
     def read(self, job: Job | None = None) -> Calibration:
         """All entries that are ours, for planning this job; never raises."""
         kept = find_record(self._path, CalibrationFile)
-        entries = []
-        for tree in kept.entries if kept is not None and kept.tightfit == (find_installed("tightfit") or "") else ():
+        if kept is None or kept.tightfit != (find_installed("tightfit") or ""):
+            kept = CalibrationFile(tightfit="", entries=())
+        entries, timed = [], []
+        for tree in kept.entries:
             with suppress(ValueError):  # not one of ours
                 entry = as_record(tree, Entry)
                 counts = [entry.sequence]
                 for each in entry.measured:
                     counts += [each.predicted_bytes, each.measured_bytes, each.runs]
-                if min(counts) >= 1 and re.fullmatch(r"\d{4}-\d\d-\d\d", entry.day):
+                if min(counts) >= 1 and _DAY.fullmatch(entry.day):
                     entries.append(entry)
-        return Calibration(entries=tuple(entries), data=None if job is None else data_mark(job))
+        for tree in kept.timed:
+            with suppress(ValueError):
+                run = as_record(tree, TimedRun)
+                seconds = [run.predicted_s, run.measured_s]
+                for share in run.shares:
+                    seconds += [share.spread, share.seconds]
+                if min(seconds) > 0 and run.runs >= 1 and _DAY.fullmatch(run.day):
+                    timed.append(run)
+        data = None if job is None else data_mark(job)
+        return Calibration(entries=tuple(entries), data=data, timed=tuple(timed))
 
-    def add(self, entry: Entry) -> bool:
-        """Write an entry down; False: there is no place to write it to, or it was invented by a fault of the tests."""
+    def add(self, entry: Entry | None, timed: TimedRun | None = None) -> bool:
+        """Write down what a run has taught about bytes and about seconds; False: nothing, or there is no place to write
+        it to, or it was invented by a fault of the tests."""
         path = self._path
-        if faults_are_injected():
+        if (entry is None and timed is None) or faults_are_injected():
             return False
         if os.path.lexists(path):  # a file of that name in somebody's folder stays as it is
             tree = find_json(path)
@@ -66,8 +82,12 @@ class Calibrations:
             lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 flock(lock)  # two runs that end together must not lose each other's lesson
-                entries = self.read().with_entry(entry).entries[-MOST_ENTRIES:]
-                kept = CalibrationFile(tightfit=find_installed("tightfit") or "", entries=entries)
+                known = self.read().with_entry(entry).with_timed(timed)
+                kept = CalibrationFile(
+                    tightfit=find_installed("tightfit") or "",
+                    entries=known.entries[-MOST_ENTRIES:],
+                    timed=known.timed[-MOST_ENTRIES:],
+                )
                 replace_file(path, record_text(kept).encode(), sync=True)
             finally:
                 os.close(lock)
@@ -78,7 +98,8 @@ class Calibrations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFile:
-    SCHEMA: ClassVar[int] = 1
+    SCHEMA: ClassVar[int] = 2
 
     tightfit: str  # the version whose predictions these are held against
     entries: tuple[Any, ...]  # each an `Entry`; one that is none counts for nothing, and the others stay
+    timed: tuple[Any, ...] = ()  # likewise each a `TimedRun`

@@ -15,6 +15,7 @@ With no GPU at all the CPU poses as two ranks, so that everything can be tried a
 from __future__ import annotations
 
 import os
+import platform
 import re
 import time
 from collections import Counter
@@ -89,6 +90,12 @@ def fp16_here(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> bo
         return None
     held_back = env.get("ONEDNN_MAX_CPU_ISA", "").upper() in _BELOW_FP16
     return "avx512_fp16" in flags[1].split() and not held_back
+
+
+def processor_here(root: Path = Path("/")) -> str:
+    """What this machine's processor is called, with its cores: the same on machines whose hosts are equally fast."""
+    named = re.search(r"^(?:model name|cpu model|Hardware)\s*:(.*)$", read_text(root / "proc/cpuinfo"), re.MULTILINE)
+    return f"{os.cpu_count()} × {named[1].strip() if named else platform.machine()}"
 
 
 # --- from devices to one Gpu --------------------------------------------------------------------

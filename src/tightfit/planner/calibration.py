@@ -22,6 +22,8 @@ How an error is used:
 Errors are bytes and not factors: what a model of memory misses is a buffer, and most buffers keep their size when the
 micro batch changes. A correction is a component of its own in each phase, so that what was predicted without it can
 still be told, and the next error is not measured against a corrected prediction.
+
+Runs have measured seconds as well. What is kept of them stands here, and `taught.py` has what they say about a machine.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import log
 from typing import Literal
 
 from tightfit.job import Job
@@ -121,6 +124,47 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedShare:
+    """What of a step hangs on one rate."""
+
+    rate: str
+    spread: float  # of the rate, without what any run has taught
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRun:
+    """How long a step of one run took."""
+
+    machine: str  # see `taught.machine_mark`
+    training: Training
+    way: WayMark
+    day: str
+    predicted_s: float  # without what any run has taught
+    measured_s: float  # in the median
+    shares: tuple[TimedShare, ...]
+    runs: int = 1  # how many in a row have found it so far off
+
+    @property
+    def counts(self) -> bool:
+        return self.runs > 1 or not self.is_wild
+
+    @property
+    def is_wild(self) -> bool:
+        """Whether it is off by more than twice, either way."""
+        return abs(self.error) > log(2)
+
+    @property
+    def error(self) -> float:
+        return log(self.measured_s / self.predicted_s)
+
+    def after(self, old: TimedRun | None) -> TimedRun:
+        """The same, when another run has measured this before."""
+        again = old is not None and old.is_wild and self.is_wild and (old.error > 0) == (self.error > 0)
+        return replace(self, runs=old.runs + 1) if again and old is not None else self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
     """An entry as it applies to one candidate."""
 
@@ -159,6 +203,10 @@ class Calibration:
     failed: Entry | None = None
     """What the run that is being rescued has just measured. Nobody knows what it was, so it counts for this model's
     other trainings too: with 4-bit weights, say, it would otherwise seem to be gone."""
+    timed: tuple[TimedRun, ...] = ()
+    processor: str = ""
+    """Of the machine that is planned on: it decides how fast a host launches and steps, so a run beside another one
+    says nothing."""
 
     def correction(self, shape: ModelShape, levers: Levers, hardware: Hardware) -> Correction | None:
         """What applies to this candidate; None: nothing."""
@@ -196,6 +244,15 @@ class Calibration:
         kept = [each for old in same for each in old.measured if (each.where, each.phase) not in phases]
         return replace(self, entries=(*others, replace(entry, measured=(*kept, *measured))))
 
+    def with_timed(self, run: TimedRun | None) -> Calibration:
+        """Likewise with how long its steps took: one run a machine, training and way."""
+        if run is None:
+            return self
+        key = (run.machine, run.training, run.way)
+        alike = [old for old in self.timed if (old.machine, old.training, old.way) == key]
+        others = tuple(old for old in self.timed if old not in alike)
+        return replace(self, timed=(*others, run.after(alike[-1] if alike else None)))
+
 
 def training_of(shape: ModelShape, levers: Levers, hardware: Hardware) -> Training:
     """What an entry for this candidate would belong to."""
@@ -219,16 +276,17 @@ def shape_mark(shape: ModelShape) -> str:
     """The same for every model of this shape, whatever it is called."""
     parts = (shape.model_type, shape.hidden_size, shape.vocab_size, shape.pattern, shape.tied, shape.final_norm)
     flags = (shape.embedding_scale, shape.final_softcap)
-    return _mark(repr((*parts, *flags, shape.blocks, shape.before, shape.after)))
+    return mark(repr((*parts, *flags, shape.blocks, shape.before, shape.after)))
 
 
 def data_mark(job: Job) -> str:
     """What the length of the samples depends on, as far as the job says it."""
     reads = job.model if job.data.tokenizer is None else ""
-    return _mark(repr((replace(job.data, samples=None), job.max_samples, reads)))
+    return mark(repr((replace(job.data, samples=None), job.max_samples, reads)))
 
 
-def _mark(text: str) -> str:
+def mark(text: str) -> str:
+    """A short name for what would be long to compare."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

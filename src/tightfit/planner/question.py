@@ -14,6 +14,7 @@ from tightfit.memory.overhead import ALLOCATOR_SLACK
 from tightfit.planner.calibration import Calibration, Correction, Place, correct, phase_bytes
 from tightfit.planner.candidates import Pinned
 from tightfit.planner.plan import Bounds
+from tightfit.planner.taught import teach
 from tightfit.planner.trainers import Abilities
 from tightfit.types import Checkpointing, Footprint, Hardware, Levers, Lora, ModelShape, PhaseName
 
@@ -52,6 +53,7 @@ class Question:
     def within(self, bounds: Bounds) -> Question:
         return replace(
             self,
+            hardware=teach(self.hardware, bounds.calibration, self.shape, self.base),
             trainer=replace(self.trainer, llamafactory_version=bounds.llamafactory_version),
             partial=bounds.partial and self.trainer.is_ours,
             engines=bounds.engines,

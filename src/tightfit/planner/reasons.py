@@ -15,6 +15,7 @@ from tightfit.job import Job
 from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Message, Said, id_of
+from tightfit.pace import pace
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
@@ -80,7 +81,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     where = Message("plan.each-gpu") if way.world > 1 else Message("plan.the-gpu")
     share = (card - need) / card
     free = Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
-    said: list[Said] = [free, *explain_calibration(way)]
+    said: list[Said] = [free, *explain_calibration(way), *explain_taught(way)]
     depth, total = way.levers.checkpointing.layers, question.shape.n_layers
     if "checkpointing" not in question.pinned:
         if depth is not None and 0 < depth < total:
@@ -122,6 +123,16 @@ def explain_calibration(way: Way) -> tuple[Message, ...]:
         by = Message("plan.card-alone", gpu=on_card) if card else Message("plan.ram-alone", ram=on_host)
     how = "plan.calibrated-by" if way.correction.same_way else "plan.calibrated-otherwise"
     return (Message(how, by=by, day=way.correction.entry.day),)
+
+
+def explain_taught(way: Way) -> tuple[Message, ...]:
+    """By how much step times of earlier runs have changed this way's."""
+    taught = way.hardware.taught
+    if taught is None:
+        return ()
+    plain = pace(way.shape, way.levers, replace(way.hardware, taught=None))
+    share = way.pace.step_s / plain.step_s - 1
+    return () if abs(share) < 0.005 else (Message("plan.taught-by", share=share, day=taught.on),)
 
 
 def further(plan: Plan) -> list[Said]:

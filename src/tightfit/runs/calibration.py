@@ -6,11 +6,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 
-from tightfit.planner.calibration import COMPONENT, Entry, Measured, data_mark, training_of, uncorrected_bytes, way_mark
+from tightfit.planner.calibration import (
+    COMPONENT,
+    Entry,
+    Measured,
+    TimedRun,
+    data_mark,
+    training_of,
+    uncorrected_bytes,
+    way_mark,
+)
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import Shortfall
-from tightfit.runs.events import Event, MemoryMark, Step
+from tightfit.planner.taught import timed_run
+from tightfit.runs.events import Event, MemoryMark, Step, Tally
 from tightfit.types import PhaseName
+
+LEAST_STEPS = 8  # of which a median says something
+WHOLE_SHARE = 0.97  # of the planned tokens in a step, from which on its time is that of a whole batch
 
 
 def learned(events: Iterable[Event], plan: Plan) -> Entry | None:
@@ -31,6 +44,20 @@ def learned(events: Iterable[Event], plan: Plan) -> Entry | None:
         held = max((step.host_bytes or 0 for step in steps), default=0)
         found.append(Measured(where="host", phase="step", predicted_bytes=predicted, measured_bytes=held))
     return _entry_of(plan, way, tuple(found))
+
+
+def learn_seconds(tally: Tally, plan: Plan, processor: str) -> TimedRun | None:
+    """How long this plan's steps took; None: too few were made, or with less than whole sequences, of which a step
+    takes less whatever the machine's rates are.
+
+    The tally must be that of this plan alone, as in `learned`. Saving and evaluating are no part of a step's seconds.
+    """
+    way, step_s, tokens_per_s = plan.chosen, tally.step_s, tally.tokens_per_s
+    if way is None or not step_s or not tokens_per_s or tally.timed_steps < LEAST_STEPS:
+        return None
+    if step_s * tokens_per_s < WHOLE_SHARE * plan.effective_batch * way.levers.sequence:
+        return None
+    return timed_run(way.shape, way.levers, way.hardware, processor, step_s, _today())
 
 
 def learn_from_failure(plan: Plan, shortfall: Shortfall, held_bytes: int) -> Entry | None:
@@ -58,9 +85,13 @@ def _entry_of(plan: Plan, way: Way, measured: tuple[Measured, ...]) -> Entry | N
         way=way_mark(way.levers),
         data=data_mark(plan.job),
         sequence=way.levers.sequence,
-        day=datetime.now(timezone.utc).date().isoformat(),
+        day=_today(),
         measured=known,
     )
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
 
 
 def _on_gpu(marks: Mapping[str, MemoryMark], peak_bytes: int, way: Way) -> Iterator[Measured]:

@@ -484,6 +484,11 @@ class Tally:
         return next((step for step in steps if step is not None), None)
 
     @property
+    def timed_steps(self) -> int:
+        """The steps after the first, as far as their seconds are known."""
+        return len(self._step_s)
+
+    @property
     def step_s(self) -> float | None:
         """Of the steps after the first, in the median."""
         return median(self._step_s) if self._step_s else None

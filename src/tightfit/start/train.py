@@ -43,7 +43,7 @@ from tightfit.planner.reasons import lever_changes
 from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, room_above, step_down
 from tightfit.priced import strategy_name
 from tightfit.runs import checkpoints
-from tightfit.runs.calibration import learn_from_failure, learned
+from tightfit.runs.calibration import learn_from_failure, learn_seconds, learned
 from tightfit.runs.cause import config_of_plan
 from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, newest_first, step_of, written_first
 from tightfit.runs.events import Tally
@@ -667,9 +667,9 @@ def learn(plan: Plan | None, tally: Tally, bounds: Bounds) -> Bounds:
     if plan is None or bounds.calibration is None:
         return bounds
     entry = learned((*tally.marks, *([tally.last] if tally.last else ())), plan)
-    if entry is not None:
-        Calibrations(cache_folder()).add(entry)
-    return replace(bounds, calibration=bounds.calibration.with_entry(entry))
+    timed = learn_seconds(tally, plan, bounds.calibration.processor)
+    Calibrations(cache_folder()).add(entry, timed)
+    return replace(bounds, calibration=bounds.calibration.with_entry(entry).with_timed(timed))
 
 
 def way_up(plan: Plan | None, tally: Tally, bounds: Bounds) -> Plan | None:

@@ -1,0 +1,119 @@
+"""What the step times of finished runs say about a machine's rates: one number a run, and many rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from tightfit.hardware.words import parse_hardware
+from tightfit.job import Job
+from tightfit.model.load import load_model
+from tightfit.planner import plan, plan_within
+from tightfit.planner.calibration import Calibration, TimedRun, TimedShare, Training, WayMark
+from tightfit.planner.plan import Bounds, Plan
+from tightfit.planner.taught import estimate_rates, machine_mark, teach
+from tightfit.types import Measured, TaughtRate
+
+TRAINING = Training(shape="s", gpu="g", method="full", precision="bf16", optimizer="adamw")
+WAY = WayMark(engine="zero2", offload_optimizer="none", offload_param="none", checkpointing="none")
+SHARES = (
+    TimedShare(rate="products", spread=0.05, seconds=0.6),
+    TimedShare(rate="launch", spread=0.5, seconds=0.3),
+)
+
+
+def run(measured_s: float, *, training: Training = TRAINING, shares: tuple[TimedShare, ...] = SHARES) -> TimedRun:
+    """Of a step that was predicted to take a second."""
+    return TimedRun(
+        machine="m",
+        training=training,
+        way=WAY,
+        day="2026-11-16",
+        predicted_s=1.0,
+        measured_s=measured_s,
+        shares=shares,
+    )
+
+
+def rates_after(*runs: TimedRun) -> dict[str, TaughtRate]:
+    return {rate.name: rate for rate in estimate_rates(runs, TRAINING)}
+
+
+def step_s(found: dict[str, TaughtRate], shares: tuple[TimedShare, ...] = SHARES) -> float:
+    """What such a step is predicted to take now."""
+    return 1.0 + sum(share.seconds * (found[share.rate].factor - 1) for share in shares if share.rate in found)
+
+
+@pytest.mark.parametrize("measured", [0.8, 1.0, 1.1, 1.3, 1.9])
+def test_the_same_step_is_predicted_as_it_was_measured(measured: float) -> None:
+    assert step_s(rates_after(run(measured))) == pytest.approx(measured, rel=0.02)
+
+
+def test_the_error_goes_where_most_was_open() -> None:
+    found = rates_after(run(1.2))
+    assert found["launch"].factor > 1.5
+    assert 1.0 < found["products"].factor < 1.05
+    assert found["launch"].spread < 0.5  # it is known better now
+    assert found["products"].spread <= 0.05 + 1e-9
+
+
+def test_the_longer_a_step_took_the_slower_is_every_rate() -> None:
+    found = [rates_after(run(measured)) for measured in (0.7, 0.9, 1.0, 1.2, 1.6)]
+    for name in ("products", "launch"):
+        factors = [each[name].factor for each in found]
+        assert factors == sorted(factors)
+
+
+def test_runs_of_two_kinds_tell_two_rates_apart() -> None:
+    """One that hangs on launches alone shows whose fault the other's error was."""
+    loose = tuple(replace(share, spread=0.5) for share in SHARES)
+    launches = (TimedShare(rate="launch", spread=0.5, seconds=0.9),)
+    other = replace(TRAINING, shape="other")
+    alone = rates_after(run(1.3, shares=loose))
+    both = rates_after(run(1.0, training=other, shares=launches), run(1.3, shares=loose))
+    assert both["launch"].factor < alone["launch"].factor
+    assert both["products"].factor > alone["products"].factor
+    assert step_s(both, loose) == pytest.approx(1.3, rel=0.03)
+
+
+def test_another_training_moves_what_was_measured_little() -> None:
+    """Its error may be one of the model of the pace."""
+    sure = (TimedShare(rate="products", spread=0.02, seconds=1.0),)
+    same = rates_after(run(1.2, shares=sure))["products"].factor
+    other = rates_after(run(1.2, training=replace(TRAINING, shape="other"), shares=sure))["products"].factor
+    assert 1.0 < other < 1.05 < same
+
+
+def test_a_wild_figure_counts_when_it_was_measured_again() -> None:
+    once = Calibration().with_timed(run(3.0))
+    assert [each.counts for each in once.timed] == [False]
+    twice = once.with_timed(run(2.9))
+    assert [(each.counts, each.runs) for each in twice.timed] == [(True, 2)]
+    assert not twice.with_timed(run(0.3)).timed[-1].counts  # the other way
+    assert twice.with_timed(run(1.1)).timed[-1].runs == 1
+
+
+@cache
+def planned() -> Plan:
+    return plan(Job(model="tiny_llama"), load_model("tiny_llama"), parse_hardware("2x24GB", host_ram="64GB"))
+
+
+def test_only_runs_on_this_machine_with_these_rates_count() -> None:
+    first = planned()
+    assert first.chosen is not None
+    hardware, shape, levers = first.hardware, first.shape, first.chosen.levers
+    here = replace(run(1.2), machine=machine_mark(hardware, "a processor"))
+    known = Calibration(timed=(here,), processor="a processor")
+    taught = teach(hardware, known, shape, levers)
+    assert taught.taught is not None
+    assert taught.taught.on == "2026-11-16"
+    assert teach(taught, known, shape, levers) == taught
+    assert teach(taught, None, shape, levers) == taught  # who wants nothing changed gets nothing changed
+    assert teach(taught, Calibration(processor="a processor"), shape, levers) == hardware
+    anew = replace(hardware, measured=Measured(on="2026-11-17", machine="m", rates={}))
+    for other, processor in ((hardware, "another"), (anew, "a processor")):
+        assert teach(other, replace(known, processor=processor), shape, levers).taught is None
+    answer = plan_within(Bounds(calibration=known), first.job, first.shape, first.hardware)
+    assert answer.hardware.taught == taught.taught
