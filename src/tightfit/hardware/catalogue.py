@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from tightfit.types import Gpu, Vendor
+
+Kind = Literal["desktop", "laptop", "workstation", "server"]
 
 GIB = 2**30
 MIB = 2**20
@@ -26,6 +28,7 @@ class CatalogueCard:
     family: str  # the name without size and form: 'A100', 'RTX 3050 Laptop'
     size_gib: int  # the number on the box
     form: str  # 'SXM', 'PCIe' …; empty where there is only one
+    kind: Kind  # the machines that it is made for
     devices: int  # GPUs that the driver shows for one card: 2 for MI250's two dies, each with its own memory
     gpu: Gpu  # one device of it
     nvlink_bytes_per_s: (
@@ -49,7 +52,7 @@ def native_bf16(arch: str | None) -> bool | None:
 def _read_cards(text: str) -> Iterator[CatalogueCard]:
     for line in text.splitlines():
         if line.startswith("["):
-            vendor, arch = cast(tuple[Vendor, str], line.strip("[]").split())
+            vendor, arch, kind = cast(tuple[Vendor, str, Kind], line.strip("[]").split())
         elif line and not line.startswith("#"):
             cells: list[Any] = ["" if cell == "-" else cell for cell in re.split(" {2,}", line)]
             family, size, mib, rate, gb_s, link, form, *aliases = cells + [""] * (7 - len(cells))
@@ -75,6 +78,7 @@ def _read_cards(text: str) -> Iterator[CatalogueCard]:
                 family=family,
                 size_gib=devices * gib,
                 form=form,
+                kind=kind,
                 devices=devices,
                 gpu=gpu,
                 nvlink_bytes_per_s=nvlink_gb_s * 1e9 or None,
