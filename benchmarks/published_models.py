@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tightfit.model.load import shape_from_config
-from tightfit.types import ModelShape
+from tightfit.model.load import load_model, shape_from_config
+from tightfit.model.presets import PRESETS
+from tightfit.types import Attention, Block, ModelShape, Tensor
 
 Config = Mapping[str, object]
 
@@ -33,6 +34,8 @@ class _Entry:
     pattern: str
     config: Config
     remark: str = ""
+    fused: bool = False
+    """One projection makes q, k and v, where the family has three."""
 
 
 def _made(model_type: str, sizes: tuple[int, ...], *, tied: bool = False, **more: object) -> Config:
@@ -89,26 +92,37 @@ _ENTRIES = (
     _Entry("llama-?1?-65b", _llama(32_000, 8192, 22_016, 80, 64, 64)),
     _Entry("code-?llama-34b", _llama(32_000, 8192, 22_016, 48, 64, 8)),
     _Entry("llama-?2-70b", _llama(32_000, 8192, 28_672, 80, 64, 8)),
-    _Entry("(tiny-?llama|llama-?2)-?1(\\.1)?b.*", _llama(32_000, 2048, 5632, 22, 32, 4)),
+    _Entry("tiny-?llama-?1\\.1b.*", _llama(32_000, 2048, 5632, 22, 32, 4)),
+    # torchao's benchmarks/quantized_training/pretrain_llama2.py
+    _Entry("llama-?2-1b", _llama(32_000, 1536, 6144, 24, 24, 24)),
     _Entry("(meta-)?llama-?3(\\.1)?-8b|deepseek-r1-distill-llama-8b", _llama(128_256, 4096, 14_336, 32, 32, 8)),
     _Entry("(meta-)?llama-?3(\\.[13])?-70b|deepseek-r1-distill-llama-70b", _llama(128_256, 8192, 28_672, 80, 64, 8)),
     _Entry("(meta-)?llama-?3(\\.1)?-405b", _llama(128_256, 16_384, 53_248, 126, 128, 8)),
     _Entry("llama-?3\\.2-1b", _llama(128_256, 2048, 8192, 16, 32, 8, tied=True)),
     _Entry("llama-?3\\.2-3b", _llama(128_256, 3072, 8192, 28, 24, 8, tied=True)),
     # Qwen
-    _Entry("qwen-?(1\\.5-)?0\\.5b", _qwen2(151_936, 1024, 2816, 24, 16, 16, tied=True)),
-    _Entry("qwen-?(1\\.5-)?1\\.8b", _qwen2(151_936, 2048, 5504, 24, 16, 16)),
-    _Entry("qwen-?1\\.5-4b", _qwen2(151_936, 2560, 6912, 40, 20, 20)),
-    _Entry("qwen-?(1\\.5-)?7b", _qwen2(151_936, 4096, 11_008, 32, 32, 32)),
-    _Entry("qwen-?(1\\.5-)?14b", _qwen2(152_064, 5120, 13_696, 40, 40, 40)),
+    *(
+        _Entry(f"{name}{size}", config, fused=fused)
+        for name, fused in (("qwen-?1\\.5-", False), ("qwen-(1-)?", True))
+        for size, config in (
+            ("0\\.5b", _qwen2(151_936, 1024, 2816, 24, 16, 16, tied=True)),
+            ("1\\.8b", _qwen2(151_936, 2048, 5504, 24, 16, 16)),
+            ("4b", _qwen2(151_936, 2560, 6912, 40, 20, 20)),
+            ("7b", _qwen2(151_936, 4096, 11_008, 32, 32, 32)),
+            ("14b", _qwen2(152_064, 5120, 13_696, 40, 40, 40)),
+            ("72b", _qwen2(152_064, 8192, 24_576, 80, 64, 64)),
+        )
+    ),
     _Entry("qwen-?1\\.5-32b", _qwen2(152_064, 5120, 27_392, 64, 40, 8)),
-    _Entry("qwen-?(1\\.5-)?72b", _qwen2(152_064, 8192, 24_576, 80, 64, 64)),
     _Entry("qwen-?2(\\.5)?-0\\.5b", _qwen2(151_936, 896, 4864, 24, 14, 2, tied=True)),
-    _Entry("(qwen-?2(\\.5)?|deepseek-r1-distill-qwen)-1\\.5b", _qwen2(151_936, 1536, 8960, 28, 12, 2, tied=True)),
+    _Entry(
+        "(qwen-?2(\\.5)?(-coder|-math)?|deepseek-r1-distill-qwen)-1\\.5b",
+        _qwen2(151_936, 1536, 8960, 28, 12, 2, tied=True),
+    ),
     _Entry("qwen-?2\\.5-3b", _qwen2(151_936, 2048, 11_008, 36, 16, 2, tied=True)),
-    _Entry("(qwen-?2(\\.5)?|deepseek-r1-distill-qwen)-7b", _qwen2(152_064, 3584, 18_944, 28, 28, 4)),
-    _Entry("(qwen-?2\\.5|deepseek-r1-distill-qwen)-14b", _qwen2(152_064, 5120, 13_824, 48, 40, 8)),
-    _Entry("(qwen-?2\\.5|deepseek-r1-distill-qwen|qwq)-32b", _qwen2(152_064, 5120, 27_648, 64, 40, 8)),
+    _Entry("(qwen-?2(\\.5)?(-coder|-math)?|deepseek-r1-distill-qwen)-7b", _qwen2(152_064, 3584, 18_944, 28, 28, 4)),
+    _Entry("(qwen-?2\\.5(-coder|-math)?|deepseek-r1-distill-qwen)-14b", _qwen2(152_064, 5120, 13_824, 48, 40, 8)),
+    _Entry("(qwen-?2\\.5(-coder|-math)?|deepseek-r1-distill-qwen|qwq)-32b", _qwen2(152_064, 5120, 27_648, 64, 40, 8)),
     _Entry("qwen-?2(\\.5)?-72b", _qwen2(152_064, 8192, 29_568, 80, 64, 8)),
     _Entry("qwen-?3-0\\.6b", _qwen3(151_936, 1024, 3072, 28, 16, 8, tied=True)),
     _Entry("qwen-?3-1\\.7b", _qwen3(151_936, 2048, 6144, 28, 16, 8, tied=True)),
@@ -128,18 +142,24 @@ _ENTRIES = (
         _mistral(36_608, 4096, 14_336, 32, 32, 8, window=4096),
         "OpenBuddy's larger vocabulary is taken as 36,608",
     ),
+    _Entry("mistral-nemo(-12b)?(-2407)?", _made("mistral", (131_072, 5120, 14_336, 40, 32, 8), head_dim=128)),
+    _Entry("mistral-small(-24b)?(-2501)?", _made("mistral", (131_072, 5120, 32_768, 40, 32, 8), head_dim=128)),
     _Entry("mixtral-8x7b(-v0\\.1)?", _made("mixtral", (32_000, 4096, 14_336, 32, 32, 8))),
     _Entry("yi(-1\\.5)?-6b", _llama(64_000, 4096, 11_008, 32, 32, 4)),
     _Entry("yi(-1\\.5)?-9b", _llama(64_000, 4096, 11_008, 48, 32, 4)),
     _Entry("yi(-1\\.5)?-34b", _llama(64_000, 7168, 20_480, 60, 56, 8)),
-    _Entry("internlm-?2(\\.5)?-7b", _llama(92_544, 4096, 14_336, 32, 32, 8)),
-    _Entry("internlm-?2(\\.5)?-20b", _llama(92_544, 6144, 16_384, 48, 48, 8)),
+    _Entry("internlm-?2(\\.5)?-7b", _llama(92_544, 4096, 14_336, 32, 32, 8), fused=True),
+    _Entry("internlm-?2(\\.5)?-20b", _llama(92_544, 6144, 16_384, 48, 48, 8), fused=True),
+    _Entry("smollm2?-135m", _llama(49_152, 576, 1536, 30, 9, 3, tied=True)),
+    _Entry("smollm2?-360m", _llama(49_152, 960, 2560, 32, 15, 5, tied=True)),
+    _Entry("smollm2?-1\\.7b", _llama(49_152, 2048, 8192, 24, 32, 32, tied=True)),
     _Entry("deepseek-(llm-)?7b", _llama(102_400, 4096, 11_008, 30, 32, 32)),
-    _Entry("baichuan-?2-7b", _llama(125_696, 4096, 11_008, 32, 32, 32), "Baichuan 2 as a Llama of its size"),
+    _Entry("baichuan-?2-7b", _llama(125_696, 4096, 11_008, 32, 32, 32), fused=True),
     _Entry(
         "chatglm-?[23]-6b",
         _qwen2(65_024, 4096, 13_696, 28, 32, 2),
-        "ChatGLM as a model of Qwen 2's kind with its sizes: its projections are fused",
+        "ChatGLM as a model of Qwen 2's kind with its sizes: gate and up are one product there",
+        fused=True,
     ),
     _Entry("gemma-2b", _made("gemma", (256_000, 2048, 16_384, 18, 8, 1), tied=True, head_dim=256)),
     _Entry("gemma-7b", _made("gemma", (256_000, 3072, 24_576, 28, 16, 16), tied=True, head_dim=256)),
@@ -147,6 +167,13 @@ _ENTRIES = (
     _Entry("gemma-2-9b", _made("gemma2", (256_000, 3584, 14_336, 42, 16, 8), tied=True, head_dim=256)),
     _Entry("gemma-2-27b", _made("gemma2", (256_000, 4608, 36_864, 46, 32, 16), tied=True, head_dim=128)),
     _Entry("phi-?3(\\.5)?-mini(-4k)?", _made("phi3", (32_064, 3072, 8192, 32, 32, 32), sliding_window=2047)),
+    _Entry("phi-?4(-14b)?", _made("phi3", (100_352, 5120, 17_920, 40, 40, 10))),
+    _Entry("gemma-3-1b", _made("gemma3_text", (262_144, 1152, 6912, 26, 4, 1), tied=True, head_dim=256)),
+    _Entry("gemma-3-4b", _made("gemma3_text", (262_208, 2560, 10_240, 34, 8, 4), tied=True, head_dim=256)),
+    _Entry("gemma-3-12b", _made("gemma3_text", (262_208, 3840, 15_360, 48, 16, 8), tied=True, head_dim=256)),
+    _Entry("gemma-3-27b", _made("gemma3_text", (262_208, 5376, 21_504, 62, 32, 16), tied=True, head_dim=128)),
+    _Entry("olmo-?2-(1124-)?7b", _made("olmo2", (100_352, 4096, 11_008, 32, 32, 32))),
+    _Entry("olmo-?2-(1124-)?13b", _made("olmo2", (100_352, 5120, 13_824, 40, 40, 40))),
     # GPT-NeoX and GPT-2
     _Entry("stablelm-(base-|tuned-)?alpha-3b", _neox(50_688, 4096, 16, 32)),
     _Entry("stablelm-(base-|tuned-)?alpha-7b", _neox(50_432, 6144, 16, 48)),
@@ -159,7 +186,7 @@ _ENTRIES = (
     _Entry("pythia-12b", _neox(50_688, 5120, 36, 40)),
     _Entry(
         "phi-1(\\.5)?(-1\\.3b)?",
-        _neox(51_200, 2048, 24, 32, rotary_pct=0.5, hidden_act="gelu_new"),
+        _neox(51_200, 2048, 24, 32, rotary_pct=0.5, hidden_act="gelu_pytorch_tanh"),
         "Phi as a GPT-NeoX of its sizes: it has one norm a layer instead of two, and a bias on its head",
     ),
     _Entry("gpt-?2(-small|-124m)?", _gpt2(50_257, 768, 12, 12, 1024)),
@@ -202,10 +229,30 @@ def spell(name: str) -> str:
 
 @lru_cache(maxsize=256)
 def _known(spelt: str) -> Known | None:
+    if spelt in PRESETS:
+        return Known(load_model(spelt))
     for entry in _ENTRIES:
         if re.fullmatch(entry.pattern, spelt):
-            return Known(shape_from_config(entry.config, spelt), entry.remark)
+            shape = shape_from_config(entry.config, spelt)
+            return Known(_fuse(shape) if entry.fused else shape, entry.remark)
     return None
+
+
+def _fuse(shape: ModelShape) -> ModelShape:
+    """The same model with one projection for q, k and v: as many parameters, in fewer products."""
+    return replace(shape, blocks=tuple([_fused(block) for block in shape.blocks]))
+
+
+def _fused(block: Block) -> Block:
+    kept = [tensor for tensor in block.tensors if not re.search(r"[qkv]_proj\.", tensor.name)]
+    joined = []
+    for kind in ("weight", "bias"):
+        parts = [tensor for tensor in block.tensors if re.search(rf"[qkv]_proj\.{kind}", tensor.name)]
+        if parts:
+            rows = sum(part.shape[0] for part in parts)
+            joined.append(Tensor(f"self_attn.qkv_proj.{kind}", (rows, *parts[0].shape[1:])))
+    assert isinstance(block.mixer, Attention)
+    return replace(block, mixer=replace(block.mixer, fused_qkv=True), tensors=(*joined, *kept))
 
 
 @lru_cache(maxsize=64)

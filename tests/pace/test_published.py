@@ -4,79 +4,138 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import published
 import pytest
-from published import InexpressibleError, compare, read, read_rows
-from published import _row as made
+from published import compare, is_explained, peak_range
+from published_rows import InexpressibleError, make_row, read, read_rows
+
+from tightfit.types import Hardware, Levers, Lora
 
 ROWS = read_rows()
+STATED = re.compile(r"\(([\d,]+) params\)")
 
 
-def test_parameters_are_counted_as_their_publisher_counts_them() -> None:
-    """llm-foundry states them to the unit, with a learned position for each token."""
-    stated = [(row, re.search(r"\(([\d,]+) params\)", row.model)) for row in ROWS]
-    counted = [
-        (read(row).shape.parameters, int(found[1].replace(",", "")))
-        for row, found in stated
-        if found and "fp8" not in row.said
-    ]
-    assert len(counted) > 100
-    assert all(ours == theirs for ours, theirs in counted)
+def row_of(**words: Any) -> Any:
+    """A row of a source that no rule knows."""
+    said = {"source": "somebody/else", "hardware": "H100 80GB", "gpus": 8, "seq": 4096, "micro_batch": 2}
+    return make_row({"model": "Llama-3.1-8B", "engine": "FSDP2", "checkpointing": "full", **said, **words}, 1)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {},
-        {
-            "source": "somebody/else",
-            "model": "Llama-3-8B",
-            "hardware": "abacus",
-            "gpus": 8,
-            "seq": 2048,
-            "micro_batch": 1,
-        },
-        {"source": "somebody/else", "model": 7, "hardware": None, "gpus": "8", "seq": "4096", "micro_batch": "auto"},
-        {
-            "source": "somebody/else",
-            "model": "Llama-2-7B",
-            "hardware": "A100",
-            "gpus": 12,
-            "engine": "FSDP",
-            "seq": 8,
-            "micro_batch": 1,
-        },
-    ],
-)
-def test_an_unknown_row_is_left_out_with_a_reason(raw: Mapping[str, Any]) -> None:
-    found = compare([made(raw, 1)])
-    assert not found.readings
-    assert found.left_out[0][1]
+def first(pattern: str) -> Any:
+    """The first row whose source and engine have these words."""
+    return next(row for row in ROWS if re.search(pattern, f"{row.source}; {row.engine}; {row.checkpointing}"))
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def test_parameters_and_use_of_the_card_are_those_of_the_publisher() -> None:
+    """llm-foundry states parameters to the unit, and its formula for the share of a card's peak."""
+    checked = 0
+    for row in ROWS:
+        stated = STATED.search(row.model)
+        if not stated or "fp8" in row.said:
+            continue
+        shape = read(row).shape
+        assert shape.parameters == int(stated[1].replace(",", "")), row.model
+        peak = 989.5e12 if "H100" in row.hardware else 312e12
+        attention = 12 * shape.n_layers * shape.hidden_size * row.sequence
+        assert (6 * shape.parameters + attention) * row.tokens_per_s / peak == pytest.approx(row.mfu, rel=0.02)
+        checked += 1
+    assert checked > 100
+
+
+READ: Mapping[str, Mapping[str, object]] = {
+    "llm-foundry.*SHARD_GRAD_OP": {"engine": "fsdp2", "attention": "flash", "master_weights": True},
+    r"llmq.*ZeRO-3": {
+        "engine": "zero3",
+        "offload_param": "cpu",
+        "loss": "fused",
+        "trainer": "llamafactory",
+        "master_weights": False,
+    },
+    r"^QwenLM.*; LoRA;": {"engine": "zero0", "lora": Lora(rank=64, dropout=0.05)},
+    r"^QwenLM.*; Q-LoRA": {"engine": "zero2", "method": "qlora", "precision": "fp16"},
+    r"torchtune.*LoRA FSDP2": {"engine": "fsdp2", "method": "lora", "master_weights": False},
+    r"litgpt LoRA": {"engine": "zero0", "loss": "fused"},
+    r"ms-swift examples/train/liger": {"engine": "zero3", "packed": True, "trainer": "trainer"},
+}
+
+
+@pytest.mark.parametrize("pattern", READ)
+def test_each_project_is_read_by_its_words(pattern: str) -> None:
+    levers: Levers = read(first(pattern)).levers
+    assert {name: getattr(levers, name) for name in READ[pattern]} == READ[pattern]
 
 
 def test_a_new_source_is_read_by_its_words() -> None:
-    row = made(
-        {
-            "source": "somebody/else",
-            "model": "meta-llama/Llama-3.1-8B-Instruct",
-            "hardware": "8x H100 SXM5 80GB (3200 Gbps)",
-            "gpus": 16,
-            "engine": "DeepSpeed ZeRO-3, optimizer+params CPU",
-            "seq": 4096,
-            "micro_batch": 2,
-            "accum": 4,
-            "checkpointing": "full",
-            "precision": "bf16",
-            "tokens_per_s_per_gpu": 1000,
-        },
-        1,
+    row = row_of(
+        model="meta-llama/Llama-3.1-8B-Instruct",
+        hardware="8x H100 SXM5 80GB (8x400 Gbps)",
+        gpus=16,
+        engine="DeepSpeed ZeRO-3, optimizer+params CPU",
+        tokens_per_s_per_gpu=1000,
     )
     reading = read(row)
-    assert (reading.levers.engine, reading.levers.offload_param, reading.hardware.world) == ("zero3", "cpu", 16)
-    assert reading.hardware.network_bytes_per_s == 400e9
+    hardware: Hardware = reading.hardware
+    assert (reading.levers.engine, reading.levers.offload_param) == ("zero3", "cpu")
+    assert (hardware.nodes, hardware.gpus_per_node, hardware.network_bytes_per_s) == (2, 8, 400e9)
+    assert reading.has_pace
 
 
-def test_what_cannot_be_expressed_is_said() -> None:
-    with pytest.raises(InexpressibleError, match="tensor parallel"):
-        read(next(row for row in ROWS if "tensor_model_parallel_size=4" in row.other and "fp8" not in row.source))
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ({"engine": "FSDP2 32 + TP 8"}, "tensor parallel"),
+        ({"precision": "bf16 + float8"}, "8 or 4 bits"),
+        ({"engine": "Megatron-Core"}, "engine of its own"),
+        ({"model": "Qwen/Qwen2.5-VL-7B-Instruct"}, "images"),
+        ({"other": "rlhf_type=dpo"}, "preference"),
+        ({"checkpointing": None}, "recomputed is not stated"),
+        ({"seq": None, "micro_batch": "auto"}, "not stated: sequence, micro batch"),
+        ({"model": "Falcon-7B"}, "no family of ours"),
+        ({"hardware": "abacus"}, "card"),
+        ({"gpus": 12}, "different numbers of GPUs"),
+        ({"model": 7, "hardware": ["odd"]}, "no family of ours"),
+    ],
+)
+def test_what_cannot_be_expressed_is_said(words: Mapping[str, Any], reason: str) -> None:
+    with pytest.raises(InexpressibleError, match=reason):
+        read(row_of(**words))
+
+
+def test_an_empty_row_is_left_out() -> None:
+    assert compare([make_row({}, 1)]).left_out
+
+
+def test_a_compiled_run_has_a_peak_alone_where_every_layer_is_recomputed() -> None:
+    said = {"other": "torch.compile", "tokens_per_s_per_gpu": 1, "peak_gib": 1}
+    full, none = read(row_of(**said)), read(row_of(**said, checkpointing="none"))
+    assert (full.has_pace, full.has_peak) == (False, True)
+    assert (none.has_pace, none.has_peak) == (False, False)
+
+
+def test_what_the_allocator_keeps_explains_a_driver_and_no_more() -> None:
+    reading = read(row_of(peak_gib=10))
+    low, high = peak_range(reading)
+    for printed, explained in ((low + 0.1, True), (high - 0.1, True), (low - 1, False), (1.1 * high, False)):
+        assert is_explained(replace(reading, row=row_of(peak_gib=printed))) == explained
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_the_page_is_current() -> None:
+    assert published.main(["--check"]) == 0, "run: python benchmarks/published.py"
+
+
+@pytest.mark.thorough
+def test_a_stale_page_is_noticed() -> None:
+    text = published.PAGE.read_text(encoding="utf-8")
+    changed = text.replace("| 636 |", "| 635 |")
+    assert changed != text
+    assert published.page(changed, compare(ROWS)) == text

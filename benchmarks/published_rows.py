@@ -1,0 +1,676 @@
+"""What others measured, each row read as a model, levers and hardware of ours.
+
+`data/published.jsonl` holds one measurement a line, as its publisher words it: free text in every field. A rule looks
+for words (`FSDP`, `ZeRO-3`, `tensor_model_parallel_size=4`), never for a row. What a project does by default and does
+not repeat in each row stands in `HABITS`, with the file that says so.
+
+A row may say less than we need, or more than our levers can: it is then left out with the reason. The pace and the peak
+are judged apart: a compiled model has a peak that we can predict where every layer is recomputed, and a pace that we
+cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published_models import find_model
+from rows import DATA, GIB
+
+from tightfit.hardware.words import parse_hardware
+from tightfit.memory import estimate
+from tightfit.memory.overhead import beside
+from tightfit.pace import pace
+from tightfit.types import (
+    AttentionKernel,
+    Buckets,
+    Checkpointing,
+    Engine,
+    Footprint,
+    Hardware,
+    HardwareError,
+    Levers,
+    Lora,
+    Loss,
+    Method,
+    ModelShape,
+    Offload,
+    Optimizer,
+    Pace,
+    PhaseName,
+    Trainer,
+)
+
+ROWS = DATA / "published.jsonl"
+GPUS_PER_NODE = 8
+"""Of a cluster whose publisher does not say: what DGX, HGX and the clouds' machines of the A100 and the H100 have."""
+LARGE = 50e9
+"""torchtune's configs of 70B and 405B have rank 16, the smaller ones 8."""
+PLAIN_LOGIT_BYTES = 12
+IN_PLACE_LOGIT_BYTES = 2
+"""Of a logit at the worst moment of the loss: of the plain cross entropy that is priced, with its copies in fp32, and
+of flash-attn's, which llm-foundry takes: the gradient overwrites the logits."""
+TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
+
+PeakKind = Literal["allocated", "reserved", "nvidia-smi"]
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One measurement as it was published; an empty text or None: not published."""
+
+    place: int  # its line in the file
+    source: str
+    model: str
+    hardware: str
+    engine: str
+    checkpointing: str
+    precision: str
+    other: str
+    note: str
+    gpus: int | None
+    sequence: int | None
+    micro_batch: int | None
+    accumulation: int | None
+    peak_gib: float | None
+    tokens_per_s: float | None  # of one GPU
+    mfu: float | None
+
+    @cached_property
+    def said(self) -> str:
+        """What it says about the run, in lower case."""
+        parts = (self.model, self.engine, self.checkpointing, self.precision, self.other)
+        return "; ".join(parts).lower()
+
+    @cached_property
+    def project(self) -> str:
+        """Who published it: the first words of the source, up to a path, a commit or a number."""
+        return re.split(r"[\s#@]", self.source, maxsplit=1)[0]
+
+    @property
+    def ran_out(self) -> bool:
+        return "out of memory" in self.said
+
+
+def read_rows(path: Path = ROWS) -> list[PublishedRow]:
+    """A row that says `as above` has the words of the row before it of the same source as well."""
+    rows: list[PublishedRow] = []
+    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        row = make_row(json.loads(line), place)
+        if "as above" in row.other and rows and rows[-1].source == row.source:
+            row = replace(row, other=f"{row.other}; above: {rows[-1].other}")
+        rows.append(row)
+    return rows
+
+
+def make_row(raw: Mapping[str, Any], place: int) -> PublishedRow:
+    texts = ("source", "model", "hardware", "engine", "checkpointing", "precision", "other", "note")
+    numbers = {
+        "gpus": "gpus",
+        "sequence": "seq",
+        "micro_batch": "micro_batch",
+        "accumulation": "accum",
+        "peak_gib": "peak_gib",
+        "tokens_per_s": "tokens_per_s_per_gpu",
+        "mfu": "mfu",
+    }
+    return PublishedRow(
+        place=place,
+        **{name: str(raw.get(name) or "") for name in texts},
+        **{name: _number(raw.get(key)) for name, key in numbers.items()},
+    )
+
+
+def _number(value: object) -> Any:
+    """A number as it is, of a text its first one; None: there is none."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    found = re.search(r"\d[\d,]*(\.\d+)?", value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    number = float(found[0].replace(",", ""))
+    return int(number) if number.is_integer() else number
+
+
+# --- what cannot be expressed -------------------------------------------------------------------
+
+
+class InexpressibleError(Exception):
+    """Why our levers cannot express a row."""
+
+
+_MORE = r"[ =_]?(?:[2-9]|[1-9]\d)"
+_REFUSED: tuple[tuple[str, str], ...] = (
+    (r"\b(dpo|kto|grpo|ppo|gkd|rm|cpo|orpo|simpo|rlhf_type|verl)\b", "preference or reinforcement training"),
+    (r"rerank|embedding-|seq_cls", "another task than the next token"),
+    (r"-vl\b|\bvl\b|omni|\bvit|ocr\b|internvl|minicpm-[vo]|emu3|diffusion|multimodal|vision", "images or sound"),
+    (rf"\btp{_MORE}|tensor_model_parallel_size{_MORE}|tensor parallel{_MORE}", "tensor parallel"),
+    (rf"\bpp{_MORE}|pipeline_model_parallel_size{_MORE}", "pipeline parallel"),
+    (rf"\bcp{_MORE}|context parallel{_MORE}|sequence_parallel_size{_MORE}", "context or sequence parallel"),
+    (rf"\bep{_MORE}|expert_model_parallel_size{_MORE}|expert parallel", "expert parallel"),
+    (r"llm\.q|megatron|megatrain|transformer.?engine|graph_trainer|nemo\b", "an engine of its own"),
+    (r"fp8|float8|nvfp4|mxfp|int8 mixed|e4m3", "matrix products in 8 or 4 bits"),
+    (r"device_map|model parallel", "layers spread over GPUs without sharding (device_map)"),
+    (r"\bmuon\b|lora-fa|galore|adamw4bit|\blisa\b", "an optimizer that is not ours"),
+    (r"int8", "weights in 8 bits"),
+)
+"""Words of a row, and the reason that they are."""
+
+_REFUSED_SOURCES: tuple[tuple[str, str], ...] = (
+    (r"device_map", "layers spread over GPUs without sharding (device_map)"),
+    (r"multimodal|seq_cls|/vlm|qwen3_vl", "images or sound"),
+    (r"/rlhf/|/grpo/", "preference or reinforcement training"),
+    (r"galore|muon|lisa", "an optimizer that is not ours"),
+    (r"megatron|transformerengine", "an engine of its own"),
+)
+"""Words of a path that says what its rows do not repeat."""
+
+_OTHER_ADAPTERS = re.compile(
+    r"\b(adalora|adamss|adapter|adaption|beft|bone|c3a|deft|delora|dora|fourierft|frod|glora|gralora|hra|ia3|lily|llamapro"
+    r"|ln_tuning|loha|lokr|miss|oft|boft|peanut|prefix|prompt|psoft|p_tuning|ptuning|pvera|randlora|road|shira|tinylora"
+    r"|trainable_tokens|vblora|vera|waveft|xlora|bdlora|mica|lorafa|galore|qgalore|lisa|lora_llm)(\b|_)"
+)
+
+
+def refuse(row: PublishedRow) -> None:
+    """Raise where no lever of ours means what the row says."""
+    for pattern, reason in _REFUSED:
+        if re.search(pattern, row.said):
+            raise InexpressibleError(reason)
+    for pattern, reason in _REFUSED_SOURCES:
+        if re.search(pattern, row.source.lower()):
+            raise InexpressibleError(reason)
+    if _OTHER_ADAPTERS.search(f"{row.engine}; {row.source}".lower().replace("adapter_dtype", "")):
+        raise InexpressibleError("adapters of another kind than LoRA")
+    if not row.model:
+        raise InexpressibleError("the model is not stated")
+    missing = [
+        name
+        for name, value in (("sequence", row.sequence), ("micro batch", row.micro_batch), ("number of GPUs", row.gpus))
+        if not value
+    ]
+    if missing:
+        raise InexpressibleError(f"not stated: {', '.join(missing)}")
+
+
+# --- what a project does and does not repeat ----------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What holds for all runs of a project unless a row says otherwise."""
+
+    peak: PeakKind = "nvidia-smi"
+    lora: Lora = field(default_factory=Lora)
+    trainer: Trainer = "tightfit"
+    attention: AttentionKernel = "sdpa"
+    checkpointing: str = ""
+    loss: Loss = "plain"
+    engines: Mapping[Method, Engine] = field(default_factory=dict)
+    """By method, where a row names no engine."""
+    stage2: Buckets = field(default_factory=Buckets)
+    automatic_buckets: bool = False
+    """DeepSpeed's buckets at stage 3 are "auto": Hugging Face's Trainer sets them by the hidden size."""
+    pure: bool = False
+    """Weights and optimizer in bf16, without fp32 copies."""
+    foreach: bool = False
+    """torch's AdamW without `fused`, which takes the roots of all second moments at once."""
+    bounded: bool = False
+    """Sequences end before the stated length, which is the most that they may have."""
+    knobs_unknown: bool = False
+    """A table of several recipes, whose settings it does not repeat."""
+    whole_when_frozen: bool = False
+    """FSDP1 that keeps frozen weights whole."""
+    loss_in_place: bool = False
+    """The gradient of the logits overwrites them."""
+
+
+_TRAINER = Habits(trainer="trainer", automatic_buckets=True, foreach=True)
+"""Hugging Face's Trainer before transformers 5, whose default optimizer is `adamw_torch`."""
+_LITGPT = Habits(
+    peak="allocated",
+    lora=Lora(targets=("q_proj", "v_proj"), dropout=0.05),
+    loss="fused",
+    pure=True,
+    foreach=True,
+    whole_when_frozen=True,
+)
+_TORCHTUNE = Habits(
+    peak="allocated",
+    lora=Lora(targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+    checkpointing="full",
+    pure=True,
+)
+
+HABITS: tuple[tuple[str, Habits], ...] = (
+    # finetune.py: rank 64 on every linear layer, dropout 0.05. finetune_ds.sh is the only script for all weights, and
+    # finetune_qlora_single_gpu.sh runs under ds_config_zero2.json.
+    (
+        r"^QwenLM/",
+        replace(
+            _TRAINER,
+            lora=Lora(rank=64, dropout=0.05),
+            attention="flash",
+            engines={"full": "zero3", "qlora": "zero2"},
+            stage2=Buckets(reduce_bucket=200_000_000, allgather_bucket=200_000_000, overlap_comm=True),
+        ),
+    ),
+    # The DeepSpeed files beside the YAMLs.
+    (
+        r"LLaMA-Factory|llamafactory",
+        replace(_TRAINER, trainer="llamafactory", stage2=Buckets(overlap_comm=True)),
+    ),
+    # finetune/lora.py at 8641822: rank 8 on query and value, dropout 0.05, `lm_head_chunk_size=128`, bf16 alone.
+    (r"litgpt", _LITGPT),
+    # recipes/configs/*_lora_single_device.yaml: rank 8 on q, v, output and the MLP; `dtype: bf16` for all weights.
+    (r'torchtune README.* "', _TORCHTUNE),
+    (r"torchtune README", replace(_TORCHTUNE, loss="fused", knobs_unknown=True)),
+    (r"torchtune", _TORCHTUNE),
+    (r"torchao|pytorch/ao", Habits(peak="allocated", pure=True)),
+    (r"torchtitan", Habits(peak="reserved")),
+    (r"huggingface/peft method_comparison", Habits(peak="reserved", pure=True, foreach=True)),
+    (r"huggingface/peft", _TRAINER),
+    (
+        r"ms-swift docs/source_en/LLM/Benchmark",
+        replace(_TRAINER, pure=True, lora=Lora(targets=("q_proj", "k_proj", "v_proj")), bounded=True),
+    ),
+    (r"ms-swift", replace(_TRAINER, pure=True, bounded=True)),
+    (r"DeepSpeedExamples", replace(_TRAINER, peak="allocated")),
+    (r"llm-foundry", Habits(attention="flash", loss_in_place=True)),
+)
+"""By words of the source or the engine; the first that is found holds."""
+
+
+def habits_of(row: PublishedRow) -> Habits:
+    where = f"{row.source}; {row.engine}"
+    return next((habits for pattern, habits in HABITS if re.search(pattern, where, re.IGNORECASE)), Habits())
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A row as we understand it."""
+
+    row: PublishedRow
+    shape: ModelShape
+    levers: Levers
+    hardware: Hardware
+    habits: Habits
+    peak_kind: PeakKind
+    remarks: tuple[str, ...] = ()
+    pace_not: str = ""
+    """Why its pace is not compared although its peak may be; empty: it is, where one was published."""
+    peak_not: str = ""
+
+    @cached_property
+    def pace(self) -> Pace:
+        return pace(self.shape, self.levers, self.hardware)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        return estimate(self.shape, self.levers, self.hardware.world, self.hardware)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one GPU, predicted."""
+        return self.pace.tokens_per_s / self.hardware.world
+
+    @property
+    def has_pace(self) -> bool:
+        return bool(self.row.tokens_per_s) and not self.pace_not
+
+    @property
+    def has_peak(self) -> bool:
+        return bool(self.row.peak_gib) and not self.peak_not
+
+    @property
+    def pace_ratio(self) -> float:
+        """Predicted over published tokens a second."""
+        return self.tokens_per_s / (self.row.tokens_per_s or 1)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Predicted, comparable with `max_memory_allocated` over the training steps: ours, with what the project's own
+        optimizer and loss take instead."""
+        levers, phases = self.levers, self.footprint.gpu.phases
+        totals = {name: phases[name].total_bytes for name in TRAINING}
+        if self.habits.foreach and levers.engine == "zero0" and levers.optimizer == "adamw":
+            totals["step"] += (4 if levers.master_weights else 2) * self.footprint.trainable_parameters
+        if self.habits.loss_in_place and levers.loss == "plain":
+            logits = levers.micro_batch * levers.sequence * self.shape.vocab_size
+            totals["loss"] -= (PLAIN_LOGIT_BYTES - IN_PLACE_LOGIT_BYTES) * logits
+        return max(totals.values())
+
+    @property
+    def required_bytes(self) -> int:
+        """What the card has to have, the start included where DeepSpeed makes it."""
+        start = self.footprint.gpu.init_peak_bytes if self.levers.stage else 0
+        largest = max(self.peak_bytes, start)
+        return largest + sum(beside(largest, self.hardware.world, self.hardware.gpu).values())
+
+    @property
+    def peak_gib(self) -> float:
+        """Published; of training steps alone where the note has that as well."""
+        found = re.search(r"training-step reserved.*?99th pct ([\d.]+) GiB", self.row.note)
+        return float(found[1]) if found else float(self.row.peak_gib or 0)
+
+    @property
+    def peak_ratio(self) -> float:
+        return self.peak_bytes / GIB / self.peak_gib
+
+    @property
+    def bounded(self) -> bool:
+        """The published run had shorter sequences at times: ours is the most that it may take."""
+        return self.habits.bounded and "packing=true" not in self.row.said
+
+
+@dataclass(kw_only=True)
+class _Draft:
+    """What the rules have found so far."""
+
+    row: PublishedRow
+    habits: Habits
+    remarks: list[str] = field(default_factory=list)
+    pace_not: str = ""
+    peak_not: str = ""
+
+
+def read(row: PublishedRow) -> Reading:
+    """The row in our terms; `InexpressibleError` where it has none."""
+    refuse(row)
+    draft = _Draft(row=row, habits=habits_of(row))
+    known = find_model(row.model, row.sequence)
+    if known is None:
+        raise InexpressibleError("a model whose sizes we do not know, or of no family of ours")
+    if known.remark:
+        draft.remarks.append(known.remark)
+    hardware = read_hardware(draft)
+    levers = read_levers(draft, known.shape)
+    reading = Reading(
+        row=row,
+        shape=known.shape,
+        levers=levers,
+        hardware=hardware,
+        habits=draft.habits,
+        peak_kind=_peak_kind(draft),
+        remarks=tuple(draft.remarks),
+        pace_not=draft.pace_not,
+        peak_not=draft.peak_not,
+    )
+    _check_trainable(reading)
+    return reading
+
+
+def _check_trainable(reading: Reading) -> None:
+    """Adapters of another kind train another number of parameters than ours."""
+    found = re.search(r"([\d,]+) trainable", reading.row.other)
+    if found and int(found[1].replace(",", "")) != reading.footprint.trainable_parameters:
+        raise InexpressibleError("adapters of another kind than LoRA")
+
+
+def _peak_kind(draft: _Draft) -> PeakKind:
+    said = f"{draft.row.note}; {draft.row.other}".lower()
+    if "reserved" in said:
+        return "reserved"
+    return "allocated" if re.search("memory_allocated|memory active", said) else draft.habits.peak
+
+
+# hardware
+
+
+def read_hardware(draft: _Draft) -> Hardware:
+    row = draft.row
+    gpus = row.gpus or 1
+    card = _read_card(draft)
+    per_node = min(2 if "multinode" in row.said else GPUS_PER_NODE, gpus)
+    if gpus % per_node:
+        raise InexpressibleError("nodes with different numbers of GPUs")
+    return replace(
+        card,
+        nodes=gpus // per_node,
+        gpus_per_node=per_node,
+        network_bytes_per_s=_network(f"{row.source}; {row.hardware}; {row.other}", per_node),
+    )
+
+
+def _network(text: str, gpus_per_node: int) -> float | None:
+    """Of one node; None: not said."""
+    found = re.search(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*([GT])b(?:ps|/s|it/s)([^;)]*)", text)
+    if not found:
+        return None
+    links = gpus_per_node if "per gpu" in found[4].lower() else int(found[1] or 1)
+    return float(found[2]) * links * {"G": 1e9, "T": 1e12}[found[3]] / 8
+
+
+_AMPLE = parse_hardware("1024GB")
+
+
+def _read_card(draft: _Draft) -> Hardware:
+    """One card by its name: as it is written, then without what stands behind it, then with another size."""
+    text = re.sub(r"\(.*?\)|\bdgx-?|\bclass\b|\bgpus?\b", " ", draft.row.hardware, flags=re.IGNORECASE).split(",")[0]
+    if "/" in text and (found := re.match(r"(\w+)/\w+(.*)", text.strip())):  # A100/A800 80GB
+        text = found[1] + found[2]
+    words = [] if "not named" in draft.row.hardware else text.split()
+    for length in range(len(words), 0, -1):
+        word = " ".join(words[:length])
+        try:
+            found = parse_hardware(word)
+        except HardwareError:
+            pass
+        else:
+            if found.gpu.bf16_flops is None:
+                draft.pace_not = "a card whose rates we do not know"
+            return found
+        if (larger := _without_size(word)) is not None:
+            return _resized(larger, word, draft)
+    if re.search(r"not named|^ *$", draft.row.hardware):
+        draft.pace_not = "the card is not stated"
+        return _AMPLE
+    raise InexpressibleError("a card that we do not know")
+
+
+def _without_size(word: str) -> Hardware | None:
+    """A family of several sizes where none is said, or where the one that is said is not sold."""
+    family = re.sub(r"[\s-]*\d+(\.\d+)?\s*Gi?B\b", "", word, flags=re.IGNORECASE)
+    for size in ("80GB", "96GB", "141GB", "40GB", "180GB"):
+        try:
+            return parse_hardware(f"{family} {size}")
+        except HardwareError:
+            continue
+    return None
+
+
+def _resized(found: Hardware, word: str, draft: _Draft) -> Hardware:
+    if said := re.search(r"(\d+)\s*Gi?B\b", word, re.IGNORECASE):
+        draft.remarks.append(
+            f"a card of {said[1]} GB that is not in our list, priced as {found.gpu.name} with its memory"
+        )
+        return replace(found, gpu=replace(found.gpu, memory_bytes=int(said[1]) * GIB))
+    draft.remarks.append(f"its size is not stated: taken as {found.gpu.memory_bytes / GIB:.0f} GiB")
+    return found
+
+
+# levers
+
+
+def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
+    row = draft.row
+    method = _method(row)
+    engine = _engine(draft, method)
+    optimizer_at, params_at = _offload(row, engine)
+    deepspeed = engine in ("zero1", "zero2", "zero3")
+    lora = _lora(draft, shape) if method != "full" else None
+    if "emb)" in row.engine:
+        draft.remarks.append("embedding and head train as well, which is not priced")
+        draft.peak_not = draft.peak_not or "adapters beside a trained embedding and head"
+    if row.accumulation is None:
+        draft.remarks.append("accumulation is not stated: taken as 1")
+    if engine == "fsdp2" and draft.habits.whole_when_frozen and method != "full":
+        draft.peak_not = draft.peak_not or "FSDP1 that keeps frozen weights whole"
+    if "gptq" in row.said:
+        draft.remarks.append("GPTQ's 4-bit weights, priced as NF4")
+    if "liger" in row.said and _loss(draft) == "fused":
+        draft.remarks.append("Liger's norms and activations are priced as plain ones")
+    if draft.habits.knobs_unknown:
+        draft.remarks.append("recomputation and loss as in the project's own config")
+    _note_compiled(draft)
+    return Levers(
+        method=method,
+        engine=engine,
+        sequence=int(row.sequence or 1),
+        micro_batch=int(row.micro_batch or 1),
+        accumulation=int(row.accumulation or 1),
+        precision="fp16" if re.search(r"(?<!b)\bfp16", row.precision) and "bf16" not in row.precision else "bf16",
+        offload_optimizer=optimizer_at,
+        offload_param=params_at,
+        checkpointing=_checkpointing(draft, shape),
+        loss=_loss(draft),
+        attention=_attention(draft),
+        optimizer=_optimizer(draft),
+        master_weights=_master_weights(draft, method, deepspeed=deepspeed),
+        lora=lora,
+        buckets=_buckets(draft, engine, shape),
+        packed="packing=true" in row.said or ("torchtune" in row.source and bool(re.search(r"\bpacked\b", row.said))),
+        trainer=draft.habits.trainer,
+    )
+
+
+def _loss(draft: _Draft) -> Loss:
+    if "not using use_liger_kernel" in draft.row.note.lower():
+        return "plain"
+    return (
+        "fused"
+        if re.search(r"liger(?!_kernel=false)|chunked c|fused.{0,8} cross", draft.row.said)
+        else draft.habits.loss
+    )
+
+
+def _method(row: PublishedRow) -> Method:
+    said = f"{row.engine}; {row.precision}; {row.other}".lower()
+    if re.search(r"q-?lora|nf4|quant_method=bnb|int4", said):
+        return "qlora"
+    return "lora" if re.search(r"lora\b", row.engine.lower()) else "full"
+
+
+def _engine(draft: _Draft, method: Method) -> Engine:
+    said = draft.row.engine.lower()
+    if found := re.search(r"zero-?\s?([0-3])", said):
+        return cast(Engine, f"zero{found[1]}")
+    if "fsdp" in said:
+        if "fsdp1" in said or "shard_" in said or "fsdp2" not in said:
+            draft.remarks.append("FSDP1, priced as FSDP2")
+        if "shard_grad_op" in said:
+            draft.remarks.append("weights stay whole after the forward pass, which ours gathers once more")
+        return "fsdp2"
+    return draft.habits.engines.get(method, "zero0")
+
+
+def _offload(row: PublishedRow, engine: Engine) -> tuple[Offload, Offload]:
+    said = row.engine.lower()
+    everything = re.search(r"optimizer ?\+ ?params?|zero3_offload|params offload", said)
+    if everything or (engine == "fsdp2" and "cpu offload" in said and "no offload" not in said):
+        return "cpu", "cpu"
+    return ("cpu" if re.search(r"optimizer (cpu|offload)|zero2_offload", said) else "none"), "none"
+
+
+def _lora(draft: _Draft, shape: ModelShape) -> Lora:
+    row, lora = draft.row, draft.habits.lora
+    said = f"{row.other}; {row.note}"
+    if draft.habits.knobs_unknown and shape.parameters > LARGE:
+        lora = replace(lora, rank=16)
+    if found := re.search(r"\br=(\d+)|lora_rank=(\d+)|rank (\d+)|LoRA r (\d+)", said):
+        lora = replace(lora, rank=int(next(filter(None, found.groups()))))
+    if found := re.search(r"dropout ([\d.]+\d)", said):
+        lora = replace(lora, dropout=float(found[1]))
+    if re.search(r"all[-_ ]linear|targets ALL", said):
+        lora = replace(lora, targets=None)
+    elif found := re.search(r"targets=\[(.*?)\]", said):
+        lora = replace(lora, targets=tuple(re.findall(r"\w+", found[1])))
+    if "fp32" in row.precision:
+        lora = replace(lora, dtype="fp32")
+    return _named_as_in(shape, lora)
+
+
+def _named_as_in(shape: ModelShape, lora: Lora) -> Lora:
+    """A model with one projection for q, k and v has no q_proj: the whole one is adapted."""
+    if lora.targets is None:
+        return lora
+    there = {tensor.name.rpartition(".")[0].rpartition(".")[2] for block in shape.blocks for tensor in block.tensors}
+    if set(lora.targets) <= there:
+        return lora
+    fused = tuple(sorted(name for name in there if name in ("query_key_value", "qkv_proj", "c_attn")))
+    return replace(lora, targets=fused or None)
+
+
+def _note_compiled(draft: _Draft) -> None:
+    if not re.search(r"compile", f"{draft.row.said}"):
+        return
+    draft.pace_not = "compiled layers"
+    if not re.match("full", draft.row.checkpointing or draft.habits.checkpointing):
+        draft.peak_not = "compiled layers that are not recomputed"
+    if re.search(r"optimizer[- ]in[- ]b", draft.row.said):
+        draft.peak_not = "the optimizer's step inside the backward pass"
+
+
+def _checkpointing(draft: _Draft, shape: ModelShape) -> Checkpointing:
+    said = (draft.row.checkpointing or draft.habits.checkpointing).lower()
+    if said.startswith("none"):
+        return Checkpointing(layers=0)
+    if said.startswith("full") or re.search("gc true|recompute_granularity=full", draft.row.note + draft.row.other):
+        return Checkpointing(layers=None, offload="offload" in said)
+    if said.startswith("selective layer"):
+        return Checkpointing(layers=shape.n_layers // 2)
+    if said.startswith("selective"):
+        draft.remarks.append("every second product is recomputed: priced as every second layer")
+        draft.peak_not = draft.peak_not or "single operations recomputed"
+        return Checkpointing(layers=shape.n_layers // 2)
+    raise InexpressibleError("whether layers are recomputed is not stated")
+
+
+def _attention(draft: _Draft) -> AttentionKernel:
+    said = draft.row.said
+    if "attn_impl=eager" in said:
+        return "eager"
+    if re.search(r"flash-attn off", said):
+        return "sdpa"
+    return "flash" if re.search(r"flash[-_ ]?att|flash_attn|fa2|flash/triton", said) else draft.habits.attention
+
+
+def _optimizer(draft: _Draft) -> Optimizer:
+    said = draft.row.other.lower()
+    if re.search(r"8-?bit", said):
+        return "paged_adamw8bit" if "paged" in said else "adamw8bit"
+    return "adafactor" if "adafactor" in said else "sgd" if re.search(r"\bsgd\b", said) else "adamw"
+
+
+def _master_weights(draft: _Draft, method: Method, *, deepspeed: bool) -> bool:
+    said = f"{draft.row.said}; {draft.row.note}".lower()
+    if re.search(r"pure[ _]bf16|bf16-true|bf16_master_weights_and_grads: true|without fp32 masters", said):
+        return False
+    if draft.habits.pure and not deepspeed:
+        return False
+    return method == "full" or deepspeed
+
+
+def _buckets(draft: _Draft, engine: Engine, shape: ModelShape) -> Buckets:
+    if engine in ("zero1", "zero2"):
+        return draft.habits.stage2
+    if engine != "zero3" or not draft.habits.automatic_buckets:
+        return Buckets()
+    hidden = shape.hidden_size
+    return Buckets(reduce_bucket=hidden**2, prefetch_bucket=int(0.9 * hidden**2), persistence_threshold=10 * hidden)
