@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,6 +45,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # What tests compare is English, on a Chinese machine too.
 os.environ["TIGHTFIT_LANG"] = "en"
+
+# What was measured on this machine is not what a test counts on.
+os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / f"tightfit-tests-{os.getuid()}" / "nothing-measured")
 
 # Tests have caches of their own; a compilation costs a minute. One ninja for all: another would compile anew, and so
 # would another environment's DeepSpeed, each in turn.

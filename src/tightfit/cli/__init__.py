@@ -22,6 +22,7 @@ VERBS = {
     verb: f"tightfit.cli.{SHARED.get(verb, verb)}"
     for verb in (
         *("estimate", "plan", "train", "run", "rehearse", "data", "checkpoints", "export", "lint", "doctor"),
+        "measure",
         *("diagnose", "explain", "watch", "ui", "clean", "schema", "models", "gpus", "completion"),
     )
 }

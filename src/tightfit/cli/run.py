@@ -17,8 +17,7 @@ from typing import Any, get_args
 
 from tightfit.cli.flags import Parser, hang_timeout_s, print_json, read_options
 from tightfit.desk.calibration import Calibrations
-from tightfit.hardware.machine import this_machine
-from tightfit.hardware.words import parse_hardware
+from tightfit.hardware.named import read_hardware
 from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
 from tightfit.job import Allowance
@@ -103,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
             return wait_for_gpus(need_bytes, count, _say, give_up)
 
     planner = Planner(
-        hardware=this_machine(host_ram=ram) if options.gpus is None else parse_hardware(options.gpus, host_ram=ram),
+        hardware=read_hardware(options.gpus, host_ram=ram),
         allow=options.read_allowed(),
         calibration=None if options.no_calibration else calibrations.read(),
         wait=wait,

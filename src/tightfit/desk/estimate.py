@@ -164,15 +164,10 @@ def hardware_of(request: Request) -> Hardware | None:
     if word is None:
         return None
     sizes = {"host_ram": request.flags.get("host_ram"), "nvme": request.flags.get("nvme")}
-    from tightfit.hardware.words import connect, parse_hardware
+    from tightfit.hardware.named import read_hardware
+    from tightfit.hardware.words import connect
 
-    if word.strip().lower() == "this":
-        from tightfit.hardware.machine import this_machine
-
-        hardware = this_machine(**sizes)
-    else:
-        hardware = parse_hardware(word, **sizes)
-    return connect(hardware, request.flags.get("network"), request.flags.get("link"))
+    return connect(read_hardware(word, **sizes), request.flags.get("network"), request.flags.get("link"))
 
 
 def world_of(request: Request, hardware: Hardware | None, otherwise: int = 1) -> int:

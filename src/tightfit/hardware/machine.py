@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from tightfit.hardware.catalogue import GIB
+from tightfit.hardware.measured import Fingerprint, find_measured
 from tightfit.hardware.probes import ask_tool, name_process
 from tightfit.hardware.probes.card import Card, CardProcess, Cards
 from tightfit.hardware.words import parse_size, recognise
@@ -54,8 +55,36 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     else:
         gpu = Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2, fp16=fp16_here())
         count, because = 2, (*because, Message("machine.no-gpu-here", share=gpu.memory_bytes / GIB))
-    said: tuple[Said, ...] = (*because, *ram_because)
-    return Hardware(gpu=gpu, gpus_per_node=count, host_ram_bytes=ram, nvme_bytes=nvme_bytes, because=said)
+    measured, about = find_measured(fingerprint_of(sight))
+    said: tuple[Said, ...] = (*because, *ram_because, *about)
+    return Hardware(
+        gpu=gpu, gpus_per_node=count, host_ram_bytes=ram, nvme_bytes=nvme_bytes, measured=measured, because=said
+    )
+
+
+_MODULES = ("nvidia", "hycu", "hydcu", "amdgpu")
+_CPU_NAMES = ("model name", "Hardware", "CPU part", "cpu")
+
+
+def fingerprint_of(sight: Cards, root: Path = Path("/")) -> Fingerprint:
+    """By what this machine is known again: all that it has, whatever of it a job may use."""
+    told = read_text(root / "proc/cpuinfo")
+    cpu = next(filter(None, (re.search(rf"^{name}\s*:\s*(.+)$", told, re.MULTILINE) for name in _CPU_NAMES)), None)
+    if (total := read_meminfo(root, "MemTotal")) is None:
+        total = ram_here(root)[0]
+    return Fingerprint(
+        gpus=tuple(map(name_of, sight.cards)),
+        driver=driver_here(root) if sight.cards else None,
+        cpu=" ".join(cpu[1].split()) if cpu else None,
+        cores=os.cpu_count() or 1,
+        ram_gib=round((total or 0) / GIB),
+    )
+
+
+def driver_here(root: Path = Path("/")) -> str | None:
+    """The version of the cards' driver, as its kernel module says it."""
+    told = (read_text(root / "sys/module" / name / "version").strip() for name in _MODULES)
+    return next(filter(None, told), None)
 
 
 def look(*, whole: bool = False) -> Cards:

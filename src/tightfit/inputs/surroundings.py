@@ -37,6 +37,12 @@ def cache_folder() -> Path:
     return (said if said.is_absolute() else Path.home() / ".cache") / "tightfit"
 
 
+def data_folder() -> Path:
+    """Where things lie that took time to find out; a relative XDG_DATA_HOME counts for nothing either."""
+    said = Path(os.environ.get("XDG_DATA_HOME", ""))
+    return (said if said.is_absolute() else Path.home() / ".local/share") / "tightfit"
+
+
 def faults_are_injected() -> bool:
     """Whether a run of these surroundings fails as a test wants it, and measures what never was."""
     return bool(os.environ.get("TIGHTFIT_FAULTS"))

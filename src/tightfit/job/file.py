@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tightfit.hardware.words import connect, parse_hardware, parse_link, parse_network, parse_size
+from tightfit.hardware.named import is_this, read_hardware
+from tightfit.hardware.words import connect, parse_link, parse_network, parse_size
 from tightfit.inputs.flags import LEVERS, MOST_BATCH, levers_from_flags, spelt
 from tightfit.inputs.spelling import LARGEST, as_number, nearest, seconds_in, shown
 from tightfit.job import Adapters, Job
@@ -278,12 +279,7 @@ def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
     """What the job may use: the cards it names or this machine's, less what its limits and numbers leave out."""
     machine = job.hardware
     sizes = {"host_ram": machine.host_ram, "nvme": machine.nvme}
-    if _is_this(machine.gpus):
-        from tightfit.hardware.machine import this_machine
-
-        hardware = this_machine(**sizes)
-    else:
-        hardware = parse_hardware(machine.gpus or "", **sizes)
+    hardware = read_hardware(machine.gpus, **sizes)
     hardware = connect(_fewer(hardware, machine.gpu_ids, num_gpus), machine.network, machine.link)
     # no more of each card and of the RAM than the limits allow
     because = list(hardware.because)
@@ -313,10 +309,6 @@ def timeout_s(text: str) -> int:
     if not 1 <= seconds <= LARGEST:
         raise ConfigError(Message("job.no-time", word=shown(text), fix=Message("job.write-time")))
     return int(seconds)
-
-
-def _is_this(word: str | None) -> bool:
-    return word is None or word.strip().lower() == "this"
 
 
 class _InFields(Message):
@@ -401,8 +393,8 @@ def _check_words(job: Job, source: Source) -> Iterator[UserError]:
             yield wrong(path, value, source)
     forms: dict[str, Callable[[str], Any]] = {**dict.fromkeys(_SIZES, parse_size), "timeout": timeout_s}
     forms |= {"hardware.network": parse_network, "hardware.link": parse_link}
-    if not _is_this(job.hardware.gpus):
-        forms["hardware.gpus"] = parse_hardware
+    if not is_this(job.hardware.gpus):
+        forms["hardware.gpus"] = read_hardware
     sizes = {}
     for path, reader in forms.items():
         text = field_at(job, path)

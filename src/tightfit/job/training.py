@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from tightfit.hardware.words import MAX_GPUS_PER_NODE, parse_hardware
+from tightfit.hardware.named import is_this, read_hardware
+from tightfit.hardware.words import MAX_GPUS_PER_NODE
 from tightfit.inputs.spelling import LARGEST, Fields, as_number, nearest, read_tables, seconds_in, shown
 from tightfit.job import Job
 from tightfit.job.text import name_in
@@ -172,9 +173,9 @@ class _Translation:
         word, ids = self._machine("gpus"), self._machine("gpu_ids")
         chosen = ids.split(",") if isinstance(ids, str) else ids
         world = len(chosen) if num_gpus is None and isinstance(chosen, list) else num_gpus
-        if isinstance(word, str) and word.strip().lower() != "this":
+        if isinstance(word, str) and not is_this(word):
             try:
-                hardware = parse_hardware(word)
+                hardware = read_hardware(word)
                 world = hardware.nodes * (world or hardware.gpus_per_node)
             except HardwareError:  # the check of that field will say it
                 world = 1

@@ -21,32 +21,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tightfit.hardware.measured import PARTS
+from tightfit.inputs.surroundings import choose_language
+from tightfit.messages import as_json
+
 FAULTS = "TIGHTFIT_FAULTS"  # the tests' own variable: see `tests/injected_faults.py`
-BUDGETS_S = {
-    "products": (10.0, 3.0),
-    "attention": (12.0, 4.0),
-    "memory": (3.0, 1.0),
-    "launch": (2.0, 1.0),
-    "host_link": (5.0, 2.0),
-    "host_optimizer": (6.0, 2.0),
-    "host_memory": (3.0, 1.0),
-    "collectives": (10.0, 3.0),
-    "nvme": (8.0, 8.0),
-    "network": (10.0, 4.0),
-}
-"""Part → the seconds after which it begins nothing more, and with `--quick`; in the order of measuring."""
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tightfit.measure", description=__doc__, add_help=False)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--parts", default=",".join(BUDGETS_S))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--found", type=Path)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--network", default="")
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--wanted", type=int, default=0)  # GPUs that there should be
     parser.add_argument("--node", type=int, default=0)
     asked = parser.parse_args(argv)
+    choose_language()
     from tightfit.runs.processes import PARENT_FD, end_with_parent
 
     if PARENT_FD in os.environ:  # end when whoever started this rank is gone
@@ -69,8 +62,9 @@ def _measure(asked: argparse.Namespace, place: tuple[int, int]) -> None:
     from tightfit.measure.bench import Bench, Found
 
     rank, world = place
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    on_gpu = count > 0
+    device = torch.device("cuda", rank % count) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     bench = Bench(device=device, rank=rank, world=world, quick=asked.quick)
@@ -88,12 +82,14 @@ def _measure(asked: argparse.Namespace, place: tuple[int, int]) -> None:
         if named := os.environ.get(FAULTS):
             import_module("injected_faults").read_faults(named, asked.found.parent, rank).at(part, 0)
 
+    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    tell(device=name, gpus=count, torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
+    if asked.wanted and count < asked.wanted:
+        return
     if world > 1:
         links.join(bench)
     card.find_grid(bench)
     bench.slow = bool(bench.agree(float(bench.slow)))
-    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    tell(device=name, torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
     parts: dict[str, Callable[[Bench], Found]] = {
         "products": card.products,
         "attention": card.attention,
@@ -110,10 +106,12 @@ def _measure(asked: argparse.Namespace, place: tuple[int, int]) -> None:
     for part, measure in parts.items():
         if part not in wanted or (part == "network" and not asked.network) or (part == "collectives" and world == 1):
             continue
-        bench.until = time.perf_counter() + BUDGETS_S[part][asked.quick]
+        bench.until = time.perf_counter() + (PARTS[part].quick_s if asked.quick else PARTS[part].budget_s)
         try:
             at(part)
             found = measure(bench)
+        except host.NotHere as reason:
+            tell(part=part, missing=as_json(reason.said))
         except Exception as error:
             tell(part=part, missing=" ".join(str(error).split())[:300] or type(error).__name__)
         else:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tightfit.measure.bench import SLOW_FLOPS, Bench, Found, Run
+from tightfit.messages import text
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -132,7 +133,7 @@ def attention(bench: Bench) -> Found:
     raw: dict[str, Any] = {}
     for name, (kernel, masked) in KERNELS.items():
         if not hasattr(SDPBackend, kernel):
-            raw[name] = f"torch {torch.__version__} has no such kernel"
+            raw[name] = text("measure.no-kernel", torch=torch.__version__)
             continue
         shapes = list(LONG_SLOW if bench.slow else LONG_MATH if name == "math" else LONG)
         if bench.slow:

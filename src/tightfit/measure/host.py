@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
+from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from tightfit.hardware.machine import free_ram
 from tightfit.inputs.surroundings import cores
 from tightfit.measure.bench import Bench, Found
+from tightfit.messages import Message
 
 MIB, GIB = 2**20, 2**30
 SPARE = 4
@@ -24,7 +26,11 @@ SPARE = 4
 
 
 class NotHere(Exception):
-    """Why a part cannot be measured on this machine, in words."""
+    """Why a part cannot be measured on this machine."""
+
+    def __init__(self, said: Message) -> None:
+        super().__init__(said)
+        self.said = said
 
 
 def _room(bench: Bench) -> int:
@@ -39,7 +45,7 @@ def _room(bench: Bench) -> int:
 def host_link(bench: Bench) -> Found:
     """Bytes/s of pinned copies, the mean of both directions; one card alone, and each while all copy."""
     if not bench.on_gpu:
-        raise NotHere("there is no GPU")
+        raise NotHere(Message("measure.no-gpu-here"))
     size = min((64 if bench.quick else 256) * MIB, _room(bench))
     there = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     here = torch.empty(size, dtype=torch.uint8, device=bench.device)
@@ -70,14 +76,14 @@ def host_optimizer(bench: Bench) -> Found:
     make, name = _find_adam()
     weight = torch.nn.Parameter(torch.zeros(numel))
     weight.grad = torch.full_like(weight, 1e-3)
-    optimizer = make(weight)
-    optimizer.step()  # the first one makes its states
+    take = make(weight)
+    take()  # the first one makes its states
 
     def step() -> float:
         found = []
         for _ in range(3 if bench.quick else 6):
             began = time.perf_counter()
-            optimizer.step()
+            take()
             found.append(time.perf_counter() - began)
         return numel / median(found)
 
@@ -95,35 +101,46 @@ def host_optimizer(bench: Bench) -> Found:
     return Found(rates=rates, raw=raw)
 
 
-def _find_adam() -> tuple[Callable[[torch.nn.Parameter], Any], str]:
-    """DeepSpeed's, if it is compiled already; or torch's own. Nothing is ever compiled for this."""
-    with suppress(Exception):  # whatever a half-installed DeepSpeed raises
-        if (module := _compiled_adam()) is not None:
-            from deepspeed.ops.adam import cpu_adam
-
-            cpu_adam.CPUAdamBuilder.load = lambda *_, **__: module
-            return (lambda weight: cpu_adam.DeepSpeedCPUAdam([weight], adamw_mode=True)), "DeepSpeedCPUAdam"
+def _find_adam() -> tuple[Callable[[torch.nn.Parameter], Callable[[], object]], str]:
+    """What makes a step for a weight: DeepSpeed's, if it is compiled already, or torch's own. Nothing is ever compiled
+    for this, and DeepSpeed not imported, which takes as long as the whole measurement may."""
+    with suppress(Exception):  # whatever a part of another version raises
+        if (compiled := _compiled_adam()) is not None:
+            step = _deepspeed_step(compiled, torch.nn.Parameter(torch.zeros(1024)))
+            step()
+            return partial(_deepspeed_step, compiled), "DeepSpeedCPUAdam"
     try:
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     except RuntimeError:  # before torch 2.4 the host has none
-        return (lambda weight: torch.optim.AdamW([weight], foreach=True)), "torch AdamW"
-    return (lambda weight: torch.optim.AdamW([weight], fused=True)), "torch fused AdamW"
+        return (lambda weight: torch.optim.AdamW([weight], foreach=True).step), "torch AdamW"
+    return (lambda weight: torch.optim.AdamW([weight], fused=True).step), "torch fused AdamW"
+
+
+def _deepspeed_step(compiled: Any, weight: torch.nn.Parameter) -> Callable[[], object]:
+    """As DeepSpeedCPUAdam calls it: weights, gradients and both moments in fp32."""
+    usual = (1e-3, 0.9, 0.999, 1e-8, 0.01)
+    grad = torch.full_like(weight.data, 1e-3) if weight.grad is None else weight.grad
+    first, second = (torch.zeros_like(weight.data) for _ in range(2))
+    compiled.create_adam(0, *usual, True, False)
+    return lambda: compiled.adam_update(0, 1, *usual, True, weight.data, grad, first, second)
 
 
 def _compiled_adam() -> Any:
-    """DeepSpeed's part, loaded from where it was compiled; None: it never was."""
-    if find_spec("deepspeed") is None:
+    """DeepSpeed's part, loaded from where it was compiled: at its first use, or when DeepSpeed was installed."""
+    installed = find_spec("deepspeed")
+    if installed is None or installed.origin is None:
         return None
-    from torch.utils import cpp_extension
+    from torch.utils.cpp_extension import _get_build_directory
 
-    folder = Path(cpp_extension._get_build_directory("cpu_adam", False))
-    if not (folder / "cpu_adam.so").is_file():
-        if not list(Path(str(find_spec("deepspeed").origin)).parent.glob("ops/adam/*cpu_adam*.so")):  # type: ignore[union-attr]
-            return None
-        from deepspeed.ops.adam import cpu_adam_op  # compiled when DeepSpeed was installed
-
-        return cpu_adam_op
-    return cpp_extension._import_module_from_library("cpu_adam", str(folder), True)  # type: ignore[no-untyped-call]
+    places = [Path(_get_build_directory("cpu_adam", False)) / "cpu_adam.so"]
+    places += Path(installed.origin).parent.glob("ops/adam/cpu_adam_op*.so")
+    for place in filter(Path.is_file, places):
+        spec = spec_from_file_location(place.name.partition(".")[0], place)
+        if spec is not None and spec.loader is not None:
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    return None
 
 
 # --- the host's memory ----------------------------------------------------------------------------
@@ -166,9 +183,9 @@ def _disk(bench: Bench, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     told = os.statvfs(folder)
     if told.f_bavail * told.f_frsize < ROOM:
-        raise NotHere(f"{folder} has less than {ROOM // GIB} GiB free")
+        raise NotHere(Message("measure.little-room", folder=str(folder), least=ROOM // GIB))
     if _kind_of(folder) in IN_MEMORY:
-        raise NotHere(f"{folder} is kept in memory")
+        raise NotHere(Message("measure.in-memory", folder=str(folder)))
     chunks = (GIB // 2 if bench.slow else GIB) // CHUNK
     buffer = mmap.mmap(-1, CHUNK)  # starts at a page, as direct writing wants it
     buffer.write(os.urandom(CHUNK))

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tightfit.hardware.catalogue import native_bf16
-from tightfit.hardware.words import parse_hardware
+from tightfit.hardware.named import is_this, read_hardware
 from tightfit.inputs.flags import checkpointing_word, flags_from_levers, spelt
 from tightfit.job.file import levers_of
 from tightfit.messages import Choice, Listing, Message, Said, end_sentence, id_of, text
@@ -405,7 +405,7 @@ def lever_flags(plan: Plan, way: Way, *, with_model: bool = False) -> list[str]:
         flags.append("--no-master-weights")
     # `estimate` prices by itself all GPUs that --gpus names, or one.
     word = plan.job.hardware.gpus
-    usual_world = 1 if word is None or word.strip().lower() == "this" else parse_hardware(word).world
+    usual_world = 1 if is_this(word) else read_hardware(word).world
     if way.world != usual_world:
         flags.append(f"--world {way.world}")
     return flags

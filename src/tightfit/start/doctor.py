@@ -15,6 +15,7 @@ from tightfit.desk.request import each_stage, read_request
 from tightfit.formats.llamafactory.write import names_a_file
 from tightfit.hardware.doctor import Checkup
 from tightfit.hardware.doctor.row import Check, Light, gib
+from tightfit.hardware.named import is_this
 from tightfit.inputs.surroundings import is_installed
 from tightfit.messages import Said, bare, say_why, text
 from tightfit.planner.plan import Plan, Way
@@ -42,8 +43,7 @@ class JobCheck:
     @property
     def is_for_here(self) -> bool:
         """Whether the job names no other cards than this machine's."""
-        gpus = self.settled.job.hardware.gpus
-        return gpus is None or gpus.strip().lower() == "this"
+        return is_this(self.settled.job.hardware.gpus)
 
     def rows(self, found: Checkup) -> list[Check]:
         """What is to be said about it on this machine."""

@@ -10,6 +10,7 @@ from shutil import disk_usage
 from typing import Any, TypeVar
 
 from tightfit.hardware.machine import Device, Occupancy, occupancy
+from tightfit.hardware.named import is_this
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
 from tightfit.messages import Message, Said, text
@@ -84,7 +85,7 @@ class TrainingMachine:
 
     def adapt(self, job: Job, hardware: Hardware) -> Hardware:
         """The planned-for hardware, less what is taken."""
-        named = job.hardware.gpus is not None and job.hardware.gpus.strip().lower() != "this"
+        named = not is_this(job.hardware.gpus)
         if job.hardware.gpu_ids is not None:
             self.check_ids(named=named)
         if self.nodes.hostfile is None and hardware.nodes == 1:

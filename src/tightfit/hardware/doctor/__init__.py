@@ -15,7 +15,7 @@ from pathlib import Path
 from tightfit.hardware.doctor import software
 from tightfit.hardware.doctor.environment import environment_rows
 from tightfit.hardware.doctor.gpus import gpu_rows, link_rows
-from tightfit.hardware.doctor.host import MeasuredDisk, disk_rows, host_rows, measure_disk
+from tightfit.hardware.doctor.host import MeasuredDisk, disk_rows, host_rows, measure_disk, measured_row
 from tightfit.hardware.doctor.row import Check
 from tightfit.hardware.probes import PATIENCE_S, probe_cards, probe_links
 from tightfit.hardware.probes.card import Cards
@@ -56,6 +56,7 @@ def examine(folder: Path | None) -> Checkup:
             *gpu_rows(found, build),
             *link_rows(found.cards, links.result()),
             *host_rows(many),
+            measured_row(found),
             *software.package_rows(packages, build),
             *software.collectives(build, software.collective_packages(), many),
             *software.building_rows(tools.result(), build, os.environ, many),

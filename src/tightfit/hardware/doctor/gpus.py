@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.hardware.doctor.software import TorchBuild
-from tightfit.hardware.machine import read_count, read_text
+from tightfit.hardware.machine import driver_here, read_count, read_text
 from tightfit.hardware.probes.card import Card, CardProcess, Cards
 from tightfit.hardware.probes.nvidia import Link
 from tightfit.inputs.versions import release
@@ -94,8 +94,7 @@ def _driver_rows(found: Cards, build: TorchBuild | None, root: Path) -> Iterator
 
     vendors = {card.vendor for card in found.cards}
     # The kernel module of AMD's or Hygon's driver may say its version, too.
-    told = (_line(root / "sys/module" / name / "version") for name in ("hycu", "hydcu", "amdgpu"))
-    version = found.driver.version if found.driver else next(filter(None, told), None)
+    version = found.driver.version if found.driver else driver_here(root)
     driver = Message("doctor.driver", version=version) if version else Message("doctor.driver-unknown")
     how = Message("doctor.torch-build-fix")
     if build is None:

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.hardware.doctor.row import Check, Light, gib
-from tightfit.hardware.machine import control_groups, free_ram, ram_here, read_count, read_meminfo, read_text
+from tightfit.hardware.machine import (
+    control_groups,
+    fingerprint_of,
+    free_ram,
+    ram_here,
+    read_count,
+    read_meminfo,
+    read_text,
+)
+from tightfit.hardware.measured import find_measured
+from tightfit.hardware.probes.card import Cards
 from tightfit.hardware.probes.readings import GIB, MIB, find_json, number
 from tightfit.hardware.probes.tools import Silent, run_child
 from tightfit.messages import Listing, Message, Said
@@ -97,6 +107,15 @@ def host_rows(cards: int, root: Path = Path("/")) -> Iterator[Check]:
     nodes = len([*root.glob("sys/devices/system/node/node[0-9]*")])
     if nodes > 1:
         yield Check("numa", "host", "green", Message("doctor.numa", nodes=nodes), Message("doctor.numa-fix"))
+
+
+def measured_row(cards: Cards) -> Check:
+    """When it was found out what this machine reaches."""
+    measured, said = find_measured(fingerprint_of(cards))
+    if measured is not None:
+        return Check("measured", "host", "green", Message("doctor.measured", on=measured.on))
+    what, fix = Message("doctor.not-measured"), Message("doctor.not-measured-fix")
+    return Check("measured", "host", "green", said[0] if said else what, fix, ("tightfit measure",))
 
 
 _LITTLE_DISK = 20 * GIB

@@ -1,0 +1,76 @@
+"""`tightfit measure`: what this machine reaches, found by trying.
+
+Exit codes: 0 it was measured, as far as it could be; 2 something that the user has to change; 3 nothing could be
+measured; 130 interrupted, and what was found until then is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tightfit.cli.flags import Parser, print_json
+from tightfit.cli.progress import ProgressLine
+from tightfit.hardware.measured import PARTS, place_of, write_measured
+from tightfit.inputs.surroundings import inherited
+from tightfit.messages import Listing, Message, say_why, text
+from tightfit.start.measure import find_node, measure_machine
+from tightfit.types import ConfigError
+
+NOTHING, INTERRUPTED = 3, 130
+
+
+def measure(argv: Sequence[str]) -> int:
+    args = parser().parse(argv)
+    out = Path(args.out).expanduser() if hasattr(args, "out") else None
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise ConfigError(Message("measure.out-is-no-file", path=out))
+    node = find_node(inherited({}))
+    if node is None:  # the first process of this node measures for all
+        return 0
+    is_json = hasattr(args, "json")
+    with ProgressLine(quiet=is_json or node.number > 0) as progress:
+
+        def tell(part: str, number: int, count: int) -> None:
+            progress.say(text("measure.progress", part=PARTS[part].name, number=number, count=count))
+
+        progress.say(text("measure.starting"))
+        found, said, interrupted = measure_machine(quick=hasattr(args, "quick"), node=node, tell=tell)
+    if node.number > 0:  # one file and one report for all nodes: the first one's
+        return INTERRUPTED if interrupted else 0
+    missing = Listing(
+        (Message("measure.one-missing", part=PARTS[part].name, why=why) for part, why in found.missing.items()), ";"
+    )
+    if not found.rates:
+        print(f"tightfit: {text('measure.nothing', parts=missing)}", file=sys.stderr)
+        return INTERRUPTED if interrupted else NOTHING
+    if found.missing:
+        said.append(Message("measure.missing", parts=missing))
+    # What was measured before and could not be now is lost on purpose: a file is of one moment.
+    kept, places = place_of(found.fingerprint), []
+    try:
+        write_measured(kept, found)
+        places.append(Message("measure.kept", path=kept))
+    except OSError as error:
+        places.append(Message("measure.not-kept", path=kept, why=say_why(error)))
+    if out is not None:
+        write_measured(out, found)
+        places.append(Message("measure.written", path=out))
+    if is_json:
+        print_json({**asdict(found), "said": said}, allow_nan=False)
+    else:
+        from tightfit.screen import open_console
+        from tightfit.screen.measure import draw_measurement
+
+        draw_measurement(open_console(), found, [*said, *places])
+    if interrupted:
+        print(f"tightfit: {text('measure.interrupted-kept')}", file=sys.stderr)
+    return INTERRUPTED if interrupted else 0
+
+
+def parser() -> Parser:
+    made = Parser("measure", "[--quick] [--out FILE] [--json]", "tightfit measure --out cluster.json")
+    made.takes("quick out=FILE json")
+    return made.ends_with("0", "2", "3", "130")
