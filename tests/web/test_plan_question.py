@@ -11,7 +11,8 @@ import pytest
 
 from tightfit.model.load import load_model, shape_from_fields
 from tightfit.model.presets import PRESETS
-from tightfit.types import ModelShape, UserError
+from tightfit.types import HardwareError, ModelShape, UserError
+from tightfit.web import plan_answer
 from tightfit.web.plan_answer import MOST_CONFIG_BYTES, AddressQuestion, block_of, fill_form, read_address
 
 
@@ -49,6 +50,20 @@ def test_an_address_is_a_command(query: str, command: str) -> None:
     again = asked(found.address())
     assert again == found
     assert again.address() == found.address()
+
+
+def test_a_measured_machine_is_a_card_by_the_name_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And no other file is: whoever follows a link must not make the page read what it names."""
+    (tmp_path / "cluster.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(HardwareError, match="not a measurement"):
+        plan_answer.offer_machine(tmp_path / "cluster.json")
+    monkeypatch.setitem(plan_answer.OFFERED, "cluster.json", tmp_path / "cluster.json")
+    named = asked("card=cluster.json&gpus=4").command()
+    assert named == f"tightfit plan --model 7b_mamba --gpus {tmp_path / 'cluster.json'} --num-gpus 4"
+    monkeypatch.chdir(tmp_path)
+    for word in ("other.json", "./cluster.json", f"{tmp_path}/cluster.json", "../x"):
+        with pytest.raises(HardwareError, match="We know no card"):
+            asked(f"card={word}").request()
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,11 @@ def ui(argv: Sequence[str]) -> int:
     if not all(map(is_installed, PACKAGES)):
         raise ConfigError("tightfit ui needs the packages of the page: pip install 'tightfit[web]'")
     from tightfit.web.guard import Site
+    from tightfit.web.plan_answer import offer_machine
     from tightfit.web.serve import listen, serve
 
+    for word in getattr(args, "gpus", []):
+        offer_machine(Path(word).expanduser())
     listening = listen(host, port)
     site = Site(token=secrets.token_urlsafe(32), host=host, port=listening.getsockname()[1], roots=tuple(roots))
     if not site.is_local:
@@ -56,8 +59,11 @@ def ui(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser("ui", "[--root DIR…] [--port N] [--host ADDRESS] [--no-open]", "tightfit ui --root runs")
+    made = Parser(
+        "ui", "[--root DIR…] [--gpus FILE…] [--port N] [--host ADDRESS] [--no-open]", "tightfit ui --root runs"
+    )
     made.add_argument("--root", metavar="DIR", nargs="+", action="extend", help=made.explain("root"))
+    made.add_argument("--gpus", metavar="FILE", nargs="+", action="extend", help=made.explain("gpus"))
     made.add_argument("--port", metavar="N", help=made.explain("port"))
     made.takes("host=ADDRESS no_open")
     return made.ends_with("0", "2")

@@ -4,7 +4,7 @@ and the most that fits.
 The names in the address are those of the flags. Three differ: the cards of `--gpus` are three fields (`nodes`, `gpus`,
 `card`), since each has a slider of its own; `allow` may come several times; and `config` is a pasted config.json. No
 flag that names a file can come from an address: whoever follows a link must not make the page read what the link's
-maker chose.
+maker chose. Measured machines that `tightfit ui --gpus FILE` offers are cards by the names of their files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from urllib.parse import urlencode
 
 from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan import answered, files_of
 from tightfit.desk.plan_request import resolve_request
 from tightfit.desk.request import REPLACES, Request, read_request
+from tightfit.hardware.measured import read_measured
+from tightfit.hardware.named import names_file
 from tightfit.inputs.flags import LEVERS, check_levers, meant, spelt
 from tightfit.job.fields import FREE_LEVERS
 from tightfit.messages import Message, Said
@@ -38,7 +41,7 @@ from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.planner.reasons import worth_showing
-from tightfit.types import Checkpointing, ConfigError, Levers, ModelError, UserError
+from tightfit.types import Checkpointing, ConfigError, HardwareError, Levers, ModelError, UserError
 
 DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}
 """What is asked where the address says nothing at all."""
@@ -61,6 +64,8 @@ NUMBERS = (
 FIELDS = (*dict.fromkeys(("for", "model", "config", "gpus", "card", "nodes", *WORDS, *NUMBERS, "allow")),)
 """All that an address can say."""
 THIS = "this"  # the card: whatever this machine has
+OFFERED: dict[str, Path] = {}
+"""The card: a machine that was measured → its file. Filled once, when the server starts."""
 MOST_GPUS, MOST_BATCH = 1024, 16_384  # more would keep the search busy for long
 MOST_CONFIG_BYTES = 2**20
 MOST_WORD = 200
@@ -95,14 +100,18 @@ class AddressQuestion:
         """The flags of `tightfit plan`, only those that were given."""
         given: dict[str, object] = {"model": self.block if self.block is not None else self.get("model")}
         card, count, nodes = self.get("card"), self.get("gpus"), whole("nodes", self.get("nodes") or "1")
-        if card.lower() == THIS:
+        if card.lower() == THIS or card in OFFERED:
             if nodes != 1:
                 raise ConfigError(Message("web.one-node"))
-            given |= {"gpus": THIS} | ({"num_gpus": whole("gpus", count)} if count else {})
+            given |= {"gpus": str(OFFERED.get(card, THIS))} | ({"num_gpus": whole("gpus", count)} if count else {})
         else:
             gpus = whole("gpus", count or "1")
             if gpus < 1 or nodes < 1 or gpus * nodes > MOST_GPUS:
                 raise ConfigError(Message("web.most-gpus", most=MOST_GPUS, gpus=nodes * gpus))
+            if "/" in card or names_file(card):
+                raise HardwareError(
+                    Message("machine.unknown-card", word=repr(card[:40]), fix=Message("machine.see-gpus"))
+                )
             given["gpus"] = f"{nodes}x{gpus}x{card}" if nodes > 1 else f"{gpus}x{card}"
         given |= {name: value for name, value in self.said if name in WORDS}
         given |= {name: whole(name, value) for name, value in self.said if name in NUMBERS}
@@ -119,6 +128,12 @@ class AddressQuestion:
         for name, value in self.said_flags().items():
             words += [spelt(name), SAVED_AS if name == "model" and self.block is not None else str(value)]
         return shlex.join(["tightfit", verb, *words, *more])
+
+
+def offer_machine(path: Path) -> None:
+    """Have the page know a machine that was measured, by the name of its file; HardwareError where it is none."""
+    read_measured(path)
+    OFFERED[path.name] = path.absolute()
 
 
 def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:

@@ -71,6 +71,7 @@ async def show_plan(request: Request) -> Response:
         "models": [*PRESETS, *CHECKPOINTS],
         "cards": list(dict.fromkeys(f"{card.family.replace(' ', '')}-{card.size_gib}GB" for card in CARDS)),
         "machine": await beside(find_machine),
+        "offered": list(plan_answer.OFFERED),
         "defaults": plan_answer.DEFAULTS,
         "most_bytes": plan_answer.MOST_CONFIG_BYTES,
     }
