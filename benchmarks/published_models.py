@@ -209,6 +209,12 @@ _MPT = {
 """Width, layers and heads, from llm-foundry's scripts/train/yamls/pretrain."""
 _MPT_VOCABULARY = 50_368
 _MPT_NAME = re.compile(r"mpt-([0-9]+[mb])")
+_SIZES_SAID = {
+    "hidden": r"hidden\w*[ =]+(\d+)",
+    "layers": r"layers[ =]+(\d+)|(\d+) layers",
+    "heads": r"heads[ =]+(\d+)",
+}
+"""How a model without a name is described."""
 
 
 def find_model(name: str, sequence: int | None) -> Known | None:
@@ -216,7 +222,7 @@ def find_model(name: str, sequence: int | None) -> Known | None:
     spelt = spell(name)
     if (found := _MPT_NAME.fullmatch(spelt)) and found[1] in _MPT and sequence:
         return _mpt(found[1], sequence)
-    return _known(spelt)
+    return _known(spelt) or _described(name, sequence)
 
 
 def spell(name: str) -> str:
@@ -225,6 +231,25 @@ def spell(name: str) -> str:
     text = re.sub(r"(?<=\d)_(?=\d)", ".", text)
     text = re.sub(r"[\s_]+", "-", text)
     return re.sub(r"(-(instruct|chat|base|hf|it|v1|2507|gptq|awq|int[48]))+$", "", text)
+
+
+def _described(text: str, sequence: int | None) -> Known | None:
+    """A plain transformer by its sizes: GPT-2's, with a head of its own if that comes nearer to the stated count."""
+    found = {name: re.search(pattern, text.lower()) for name, pattern in _SIZES_SAID.items()}
+    if not all(found.values()):
+        return None
+    hidden, layers, heads = (int(next(filter(None, match.groups()))) for match in found.values() if match)
+    if not heads or hidden % heads or not layers:
+        return None
+    vocab = re.search(r"vocab\w*[ =]+(\d+)", text.lower())
+    kind = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "activation_function": "gelu"}
+    config = _gpt2(int(vocab[1]) if vocab else 50_257, hidden, layers, heads, sequence or 1024, **kind)
+    shapes = [shape_from_config({**config, "tie_word_embeddings": tied}, "gpt") for tied in (True, False)]
+    stated = re.search(r"(\d+(?:\.\d+)?) ?b(illion)?\b", text.lower())
+    wanted = float(stated[1]) * 1e9 if stated else shapes[0].parameters
+    return Known(
+        min(shapes, key=lambda shape: abs(shape.parameters - wanted)), "a transformer by its sizes, as a GPT-2"
+    )
 
 
 @lru_cache(maxsize=256)

@@ -159,12 +159,16 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     (r"-vl\b|\bvl\b|omni|\bvit|ocr\b|internvl|minicpm-[vo]|emu3|diffusion|multimodal|vision", "images or sound"),
     (rf"\btp{_MORE}|tensor_model_parallel_size{_MORE}|tensor parallel{_MORE}", "tensor parallel"),
     (rf"\bpp{_MORE}|pipeline_model_parallel_size{_MORE}", "pipeline parallel"),
-    (rf"\bcp{_MORE}|context parallel{_MORE}|sequence_parallel_size{_MORE}", "context or sequence parallel"),
+    (
+        rf"\b[cs]p{_MORE}|(context|sequence)[ _-]parallel(_size)?{_MORE}|ulysses|ring attention",
+        "context or sequence parallel",
+    ),
     (rf"\bep{_MORE}|expert_model_parallel_size{_MORE}|expert parallel", "expert parallel"),
-    (r"llm\.q|megatron|megatrain|transformer.?engine|graph_trainer|nemo\b", "an engine of its own"),
+    (r"\bhsdp\b|hybrid[ _-]?shard|\bmics\b|\bhpz\b", "sharded inside a node, copied across nodes"),
+    (r"llm\.q|megatron|megatrain|transformer.?engine|graph_trainer|nemo\b|unsloth|colossal", "an engine of its own"),
     (r"fp8|float8|nvfp4|mxfp|int8 mixed|e4m3", "matrix products in 8 or 4 bits"),
     (r"device_map|model parallel", "layers spread over GPUs without sharding (device_map)"),
-    (r"\bmuon\b|lora-fa|galore|adamw4bit|\blisa\b", "an optimizer that is not ours"),
+    (r"\bmuon\b|lora-fa|galore|adamw4bit|\blisa\b|\blion\b|\bshampoo\b|\bsoap\b", "an optimizer that is not ours"),
     (r"int8", "weights in 8 bits"),
 )
 """Words of a row, and the reason that they are."""
@@ -283,12 +287,25 @@ HABITS: tuple[tuple[str, Habits], ...] = (
     (r"torchtitan", Habits(peak="reserved")),
     (r"huggingface/peft method_comparison", Habits(peak="reserved", pure=True, foreach=True)),
     (r"huggingface/peft", _TRAINER),
+    # train.py: rank 64 on all but the output projection, dropout 0.1, bf16 alone, checkpointing unless told otherwise.
+    (
+        r"fsdp_qlora",
+        Habits(
+            peak="reserved",
+            lora=Lora(
+                rank=64, targets=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"), dropout=0.1
+            ),
+            checkpointing="full",
+            pure=True,
+        ),
+    ),
     (
         r"ms-swift docs/source_en/LLM/Benchmark",
         replace(_TRAINER, pure=True, lora=Lora(targets=("q_proj", "k_proj", "v_proj")), bounded=True),
     ),
     (r"ms-swift", replace(_TRAINER, pure=True, bounded=True)),
-    (r"DeepSpeedExamples", replace(_TRAINER, peak="allocated")),
+    (r"DeepSpeedExamples", Habits(peak="allocated")),
+    (r"axolotl|\btrl\b|SFTTrainer|transformers|accelerate|xtuner|HF Trainer", _TRAINER),
     (r"llm-foundry", Habits(attention="flash", loss_in_place=True)),
 )
 """By words of the source or the engine; the first that is found holds."""
@@ -522,8 +539,8 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
         draft.remarks.append("accumulation is not stated: taken as 1")
     if engine == "fsdp2" and draft.habits.whole_when_frozen and method != "full":
         draft.peak_not = draft.peak_not or "FSDP1 that keeps frozen weights whole"
-    if "gptq" in row.said:
-        draft.remarks.append("GPTQ's 4-bit weights, priced as NF4")
+    if found := re.search("gptq|awq|hqq", row.said):
+        draft.remarks.append(f"4-bit weights of {found[0].upper()}, priced as NF4")
     if "liger" in row.said and _loss(draft) == "fused":
         draft.remarks.append("Liger's norms and activations are priced as plain ones")
     if draft.habits.knobs_unknown:
@@ -562,7 +579,7 @@ def _loss(draft: _Draft) -> Loss:
 
 def _method(row: PublishedRow) -> Method:
     said = f"{row.engine}; {row.precision}; {row.other}".lower()
-    if re.search(r"q-?lora|nf4|quant_method=bnb|int4", said):
+    if re.search(r"q-?lora|nf4|quant_method=bnb|int4|4-?bit (base|weights)|hqq", said):
         return "qlora"
     return "lora" if re.search(r"lora\b", row.engine.lower()) else "full"
 
@@ -582,10 +599,12 @@ def _engine(draft: _Draft, method: Method) -> Engine:
 
 def _offload(row: PublishedRow, engine: Engine) -> tuple[Offload, Offload]:
     said = row.engine.lower()
-    everything = re.search(r"optimizer ?\+ ?params?|zero3_offload|params offload", said)
-    if everything or (engine == "fsdp2" and "cpu offload" in said and "no offload" not in said):
-        return "cpu", "cpu"
-    return ("cpu" if re.search(r"optimizer (cpu|offload)|zero2_offload", said) else "none"), "none"
+    place: Offload = "nvme" if "nvme" in said else "cpu"
+    everything = re.search(r"optimizer ?\+ ?params?|zero3_offload|params? (and optimizer )?offload|infinity", said)
+    if everything or (engine == "fsdp2" and re.search("(?<!no )(cpu )offload", said)):
+        return place, place
+    moved = re.search(r"optimizer (cpu|offload|nvme)|zero2_offload|offload.{0,5} optimizer|zero-?offload", said)
+    return (place if moved else "none"), "none"
 
 
 def _lora(draft: _Draft, shape: ModelShape) -> Lora:
@@ -633,7 +652,9 @@ def _checkpointing(draft: _Draft, shape: ModelShape) -> Checkpointing:
         return Checkpointing(layers=0)
     if said.startswith("full") or re.search("gc true|recompute_granularity=full", draft.row.note + draft.row.other):
         return Checkpointing(layers=None, offload="offload" in said)
-    if said.startswith("selective layer"):
+    if found := re.search(r"(\d)/(\d)", said):  # every third layer: 1/3
+        return Checkpointing(layers=shape.n_layers * int(found[1]) // max(int(found[2]), 1))
+    if re.search("selective layer|every (other|2nd|second) layer", said):
         return Checkpointing(layers=shape.n_layers // 2)
     if said.startswith("selective"):
         draft.remarks.append("every second product is recomputed: priced as every second layer")
