@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_any_split_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> No
         whole(alone, "backbone.layers.0.mixer.in_proj.weight", (256, 64)),
         whole(source, "backbone.layers.0.mixer.in_proj.weight", (256, 64)),
     )
+
+
+def test_threads_draw_into_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread allocates comes from a heap of its own, of which the process keeps some MiB for good."""
+    monkeypatch.setattr(scratch, "BLOCK", 1000)
+    source = Scratch(on_meta(config_of("mamba")), seed=3, threads=4)
+    made, threads = torch.empty, list[tuple[int, bool]]()
+
+    def empty(*sizes: int, **options: torch.dtype) -> torch.Tensor:
+        threads.append((sizes[0], threading.current_thread() is threading.main_thread()))
+        return made(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    source.read("backbone.layers.0.mixer.in_proj.weight", (256, 64), 1, 9_500)
+    assert threads == [(9_499, True), (1000, True), (1000, True)], "the result, and the two blocks that are cut"
 
 
 @pytest.mark.thorough

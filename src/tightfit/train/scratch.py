@@ -104,26 +104,33 @@ class Scratch:
             raise ModelError(Message("train.cannot-initialise", name=name))
         numel = math.prod(shape)
         result = torch.empty(stop - start, dtype=torch.float32)
-        blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
 
-        def fill(block: int) -> None:
-            low, high = block * BLOCK, min((block + 1) * BLOCK, numel)
-            kept = rule.kept
-            drawn = torch.empty(high - low, dtype=torch.float32) if kept is None else kept[low:high].clone()
+        def draw(block: int, drawn: torch.Tensor) -> torch.Tensor:
+            low = block * BLOCK
+            if rule.kept is not None:
+                drawn.copy_(rule.kept[low : low + drawn.numel()])
             generator = torch.Generator().manual_seed(seed_of(self._seed, plain_name(first), block))
             for operator, arguments, named in rule.steps:
                 drawing = {"generator": generator} if operator in ("normal_", "uniform_") else {}
                 getattr(drawn, operator)(*arguments, **named, **drawing)
             for begin, end, value in rule.patches:
                 drawn[max(begin - low, 0) : max(end - low, 0)] = value
-            here = slice(max(start - low, 0), stop - low)
-            result[max(low - start, 0) : max(low - start, 0) + drawn[here].numel()] = drawn[here]
+            return drawn
 
-        if len(blocks) == 1:
-            fill(blocks[0])
-        else:
+        blocks = range(start // BLOCK, (stop - 1) // BLOCK + 1)
+        whole = [block for block in blocks if block * BLOCK >= start and min((block + 1) * BLOCK, numel) <= stop]
+        # Threads draw whole blocks where they belong and allocate nothing: each may have a heap of its own, of which
+        # glibc keeps several MiB for good, and there are up to eight heaps a core.
+        places = [result[block * BLOCK - start : (block + 1) * BLOCK - start] for block in whole]
+        if len(whole) > 1:
             with ThreadPoolExecutor(self._threads) as pool:
-                list(pool.map(fill, blocks))
+                list(pool.map(draw, whole, places))
+        else:
+            list(map(draw, whole, places))
+        for block in sorted({*blocks} - {*whole}):  # the first and the last one may be cut
+            low, high = block * BLOCK, min((block + 1) * BLOCK, numel)
+            drawn = draw(block, torch.empty(high - low, dtype=torch.float32))[max(start - low, 0) : stop - low]
+            result[max(low - start, 0) : max(low - start, 0) + drawn.numel()] = drawn
         return result
 
 
