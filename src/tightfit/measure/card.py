@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from math import prod
 from statistics import median
 from typing import Any
@@ -228,7 +229,22 @@ def memory(bench: Bench) -> Found:
     budget_s = 0.03 if bench.slow and bench.quick else 0.1 if bench.quick else 0.3
     raw = {name: {"bytes": size, "seconds": bench.seconds(run, budget_s)} for name, (size, run) in kinds.items()}
     moved, seconds = (sum(each[name] for each in raw.values()) for name in ("bytes", "seconds"))
-    return Found(rates={"memory": moved / seconds}, raw=raw)
+    rates = {f"memory_{name}": raw[name]["bytes"] / raw[name]["seconds"] for name in ("copy", "cast")}
+    with suppress(Exception):  # whatever a bitsandbytes without kernels for this card raises
+        if (unpacking := _unpack(bench)) is not None:
+            rates["unpacking"] = unpacking
+    return Found(rates={"memory": moved / seconds, **rates}, raw=raw)
+
+
+def _unpack(bench: Bench) -> float | None:
+    """Bytes/s of 16-bit weights that bitsandbytes writes from 4-bit ones; None: it is not installed, or has no GPU."""
+    if not bench.on_gpu or find_spec("bitsandbytes") is None:
+        return None
+    from bitsandbytes import functional
+
+    weight = bench.randn(4096, 4096, dtype=torch.bfloat16 if _has_bf16() else torch.float16)
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    return weight.numel() * 2 / bench.seconds(lambda: functional.dequantize_4bit(packed, state), 0.1)
 
 
 # --- launches -----------------------------------------------------------------------------------------
