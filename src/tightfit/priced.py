@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.messages import Message, Said, text
-from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape
+from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape, Pace
 
 GIB = 2**30
 
@@ -112,6 +112,13 @@ def amounts(*sizes_bytes: int) -> list[str]:
         if len(set(words)) == len(set(sizes_bytes)):
             break
     return words
+
+
+def seconds_words(pace: Pace) -> dict[str, str]:
+    """`step`, the seconds of a step, and `range`, where they may lie, in brackets; empty where nobody knows."""
+    decimals = 2 if pace.step_s >= 0.1 else 3
+    step, low, high = (f"{seconds:.{decimals}f}" for seconds in (pace.step_s, pace.low_s, pace.high_s))
+    return {"step": step, "range": f" ({low}–{high})" if 0 < pace.low_s < pace.high_s and low != high else ""}
 
 
 def verdict(priced: Priced) -> Message:

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from tightfit.cli.flags import Parser, pick, print_json, read_options
 from tightfit.cli.plan import FLAGS, add_flags, job_parser
+from tightfit.desk.report import pace_report
 from tightfit.desk.request import read_request
 from tightfit.formats.plan_folder import write
 from tightfit.formats.worker.read import WORKER_FILE
@@ -41,7 +42,7 @@ from tightfit.screen.plan import head_words, waiting
 from tightfit.screen.train import Board, draw_last_lines
 from tightfit.start.machine import reservations
 from tightfit.start.rehearse import STEPS, ReadyRehearsal, RehearseOptions, prepare
-from tightfit.types import ConfigError, HardwareError
+from tightfit.types import ConfigError, HardwareError, Pace
 
 FAILED_MEMORY = 1
 OWN_FLAGS = "cap=SIZE from_plan=DIR full_length steps=N on=N keep=DIR"
@@ -72,6 +73,7 @@ class Rehearsal:
     rows: tuple[Figure, ...]
     notes: tuple[str, ...]
     folder: str | None  # where it was kept; None: it was not
+    pace: Pace | None = None  # of the plan, with all of its ranks; None: it was written before
 
     @property
     def passed(self) -> bool:
@@ -218,6 +220,7 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
         rows=tuple(rows),
         notes=ready.notes,
         folder=kept,
+        pace=None if ready.plan is None or ready.plan.chosen is None else ready.plan.chosen.pace,
     )
 
 
@@ -226,7 +229,8 @@ def report(found: Rehearsal) -> dict[str, Any]:
     figures = {row.key: pick(row, "predicted", "measured") for row in found.rows}
     told = pick(found, "passed", "verdict", "phase", "error", "model", "engine", "ranks", "device")
     sizes = pick(found, "cap_bytes", "tensor_bytes", "steps")
-    return {**told, **sizes, "figures": figures, **pick(found, "notes", "folder")}
+    pace = None if found.pace is None else pace_report(found.pace)
+    return {**told, **sizes, "figures": figures, "pace": pace, **pick(found, "notes", "folder")}
 
 
 def draw_rehearsal(console: Console, found: Rehearsal) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tightfit.cli.flags import Parser, hang_timeout_s, pick, print_json, read_options
 from tightfit.cli.plan import FLAGS, add_flags, job_parser
-from tightfit.desk.report import plan_report
+from tightfit.desk.report import pace_report, plan_report
 from tightfit.desk.request import Request, each_stage, pick_stage, read_request
 from tightfit.formats.worker.read import WORKER_FILE
 from tightfit.hardware.machine import free_ram, this_machine
@@ -51,6 +51,7 @@ RUN_FLAGS = (
     "max_attempts=N hang_timeout=300s|10m|1h wait_for_gpu deepspeed_config=FILE port=N"
 )
 WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")  # what is passed on to the worker
+PREDICTED = ("low_s", "high_s", "causes", "rates")  # what is told of the predicted pace beside its figures
 WITH_PLAN = {field.name for field in fields(TrainOptions)} - {"deepspeed_config", "max_gpus"}
 WITH_PLAN |= {"output", "port", "gpu_ids", "hostfile", "no_calibration"}
 """What may be said beside a plan that is written already."""
@@ -378,6 +379,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
     The contract with programs: the keys here are promised, further ones may come.
     """
     worker, tally, last = ready.worker, outcome.tally, outcome.tally.last
+    way = None if ready.plan is None else ready.plan.chosen
 
     def finite(value: float | None) -> float | None:
         return value if value is not None and math.isfinite(value) else None
@@ -405,6 +407,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
             "step_s": tally.step_s,
             "predicted_tokens_per_s": worker.tokens_per_s,
             "tokens_per_s": tally.tokens_per_s,
+            **{name: None if way is None else pace_report(way.pace)[name] for name in PREDICTED},
         },
         "way_up": _way_up_report(faster),
         "summary": dict(tally.ended.summary) if tally.ended else {},

@@ -32,7 +32,7 @@ def calibration_of(request: Request, job: Job) -> Calibration | None:
     """None: it is not wanted, so nothing is written down at the end either."""
     if not request.calibrates:
         return None
-    return replace(Calibrations(cache_folder()).read(job), processor=processor_here())
+    return replace(Calibrations(cache_folder()).read(job), processor=f"{os.cpu_count()} × {processor_here()}")
 
 
 class Calibrations:

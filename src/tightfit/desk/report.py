@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.priced import Priced, strategy_name
-from tightfit.types import Hardware, Phase, PhaseName
+from tightfit.types import Hardware, Pace, Phase, PhaseName
 
 if TYPE_CHECKING:  # an estimate does without the planner
     from tightfit.desk.estimate import Outcome
@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # an estimate does without the planner
 
 
 def estimate_report(priced: Priced) -> dict[str, Any]:
+    return {**_bytes_report(priced), "pace": _pace_of(priced)}
+
+
+def _bytes_report(priced: Priced) -> dict[str, Any]:
     gpu, host = priced.footprint.gpu, priced.footprint.host
     return {
         "model": {
@@ -45,6 +49,28 @@ def estimate_report(priced: Priced) -> dict[str, Any]:
         "fits": priced.fits,
         "because": [str(said) for said in (*priced.shape.notes, *priced.because)],
     }
+
+
+def pace_report(pace: Pace) -> dict[str, Any]:
+    """How long a step takes, between which seconds, by which causes, and where each rate that it hangs on is from."""
+    return {
+        **{name: getattr(pace, name) for name in ("step_s", "low_s", "high_s", "tokens_per_s")},
+        "causes": dict(pace.causes),
+        "rates": {name: asdict(rate) for name, rate in pace.rates.items()},
+        "because": list(map(str, pace.because)),
+    }
+
+
+def _pace_of(priced: Priced) -> dict[str, Any] | None:
+    """None: no card was named, or the ranks are not the GPUs of whole nodes."""
+    hardware, world = priced.hardware, priced.world
+    if hardware is None or (world > hardware.gpus_per_node and world % hardware.gpus_per_node):
+        return None
+    from tightfit.pace import pace
+
+    each = min(world, hardware.gpus_per_node)
+    used = replace(hardware, nodes=world // each, gpus_per_node=each)
+    return pace_report(pace(priced.shape, priced.levers, used))
 
 
 def _report_phases(phases: Mapping[PhaseName, Phase]) -> dict[PhaseName, Any]:
@@ -128,7 +154,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
 def way_report(way: Way) -> dict[str, Any]:
     """One way: levers in the words of `estimate`, and both prices; the bytes are those of `estimate --json`."""
     priced = Priced(shape=way.shape, levers=way.levers, world=way.world, hardware=way.hardware, footprint=way.footprint)
-    plain = estimate_report(priced)
+    plain = _bytes_report(priced)
     return {
         "strategy": str(strategy_name(way.levers)),
         "model": way.shape.name,
@@ -137,12 +163,7 @@ def way_report(way: Way) -> dict[str, Any]:
         "footprint": {"gpu": plain["gpu"], "host": plain["host"]},
         "gpu_limit_bytes": way.gpu_limit_bytes,
         "gpu_spare_bytes": way.gpu_spare_bytes,
-        "pace": {
-            "step_s": way.pace.step_s,
-            "tokens_per_s": way.pace.tokens_per_s,
-            "causes": dict(way.pace.causes),
-            "because": list(map(str, way.pace.because)),
-        },
+        "pace": pace_report(way.pace),
         "because": list(map(str, way.because)),
         "changes": list(map(str, way.changes)),
         "calibration": _calibration_report(way),

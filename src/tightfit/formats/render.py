@@ -23,7 +23,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
 from tightfit.planner.trainers import NAMES
-from tightfit.priced import GIB, amounts, billions, strategy_name, training_words
+from tightfit.priced import GIB, amounts, billions, seconds_words, strategy_name, training_words
 from tightfit.types import ConfigError
 
 
@@ -85,15 +85,14 @@ def _title(plan: Plan, target: Target) -> tuple[str, str]:
     largest = Listing(map(name_component, sorted(held, key=lambda name: -held[name])[:2]), "and")
     host, nvme_bytes = _gib(way.footprint.host.peak_bytes_per_node), way.footprint.host.nvme_bytes_per_node
     on_nvme = nvme_bytes and text("planfile.host-nvme", ram=host, nvme=_gib(nvme_bytes))
-    training, parameters, step_s = _cell(training_words(levers)), billions(way.shape.parameters), way.pace.step_s
-    step = f"{step_s:.1f} s" if step_s >= 1 else f"{step_s * 1000:.0f} ms"
+    training, parameters = _cell(training_words(levers)), billions(way.shape.parameters)
     lines = [
         text("planfile.training", training=training, size=parameters, batch=way.effective_batch),
         text("planfile.gpu", needed=needed, size=size, spare=spare, share=way.gpu_spare_bytes / gpu.memory_bytes),
         text("planfile.limit", limit=_gib(way.gpu_limit_bytes)),
         text("planfile.peak", phase=way.footprint.gpu.peak_phase, largest=largest),
         on_nvme or text("planfile.host", ram=host),
-        text("planfile.pace", step=step, rate=_rate(way)),
+        text("planfile.pace", **seconds_words(way.pace), rate=_rate(way)),
     ]
     if plan.job.tier in TIERS:
         lines.insert(0, text("planfile.tier", tier=plan.job.tier, about=TIERS[plan.job.tier].about))

@@ -15,7 +15,6 @@ With no GPU at all the CPU poses as two ranks, so that everything can be tried a
 from __future__ import annotations
 
 import os
-import platform
 import re
 import time
 from collections import Counter
@@ -68,17 +67,22 @@ _CPU_NAMES = ("model name", "Hardware", "CPU part", "cpu")
 
 def fingerprint_of(sight: Cards, root: Path = Path("/")) -> Fingerprint:
     """By what this machine is known again: all that it has, whatever of it a job may use."""
-    told = read_text(root / "proc/cpuinfo")
-    cpu = next(filter(None, (re.search(rf"^{name}\s*:\s*(.+)$", told, re.MULTILINE) for name in _CPU_NAMES)), None)
     if (total := read_meminfo(root, "MemTotal")) is None:
         total = ram_here(root)[0]
     return Fingerprint(
         gpus=tuple(map(name_of, sight.cards)),
         driver=driver_here(root) if sight.cards else None,
-        cpu=" ".join(cpu[1].split()) if cpu else None,
+        cpu=processor_here(root),
         cores=os.cpu_count() or 1,
         ram_gib=round((total or 0) / GIB),
     )
+
+
+def processor_here(root: Path = Path("/")) -> str | None:
+    """What this machine's processor is called."""
+    told = read_text(root / "proc/cpuinfo")
+    cpu = next(filter(None, (re.search(rf"^{name}\s*:\s*(.+)$", told, re.MULTILINE) for name in _CPU_NAMES)), None)
+    return " ".join(cpu[1].split()) if cpu else None
 
 
 def driver_here(root: Path = Path("/")) -> str | None:
@@ -119,12 +123,6 @@ def fp16_here(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> bo
         return None
     held_back = env.get("ONEDNN_MAX_CPU_ISA", "").upper() in _BELOW_FP16
     return "avx512_fp16" in flags[1].split() and not held_back
-
-
-def processor_here(root: Path = Path("/")) -> str:
-    """What this machine's processor is called, with its cores: the same on machines whose hosts are equally fast."""
-    named = re.search(r"^(?:model name|cpu model|Hardware)\s*:(.*)$", read_text(root / "proc/cpuinfo"), re.MULTILINE)
-    return f"{os.cpu_count()} × {named[1].strip() if named else platform.machine()}"
 
 
 # --- from devices to one Gpu --------------------------------------------------------------------

@@ -19,6 +19,7 @@ from tightfit.messages import Listing, Message, Said
 from tightfit.planner import costly, reasons
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.candidates import check_states
+from tightfit.planner.certainty import choose
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import search
@@ -96,7 +97,7 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
         changed = costly.mildest_changes(question, job.limits.allow)
         if changed:
             found.ways.append(changed[-1].way)
-    chosen = found.best
+    chosen = choose(found.ways)
     others = reasons.in_order(way for way in found.ways if way is not chosen)
     if chosen is not None:
         chosen = replace(

@@ -5,7 +5,7 @@ Which ways are worth showing is decided here too: a table and the sentences unde
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from math import ceil
 from typing import get_args
@@ -17,10 +17,11 @@ from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Message, Said, id_of
 from tightfit.pace import pace
 from tightfit.planner.calibration import COMPONENT
+from tightfit.planner.certainty import tell_apart
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
 from tightfit.planner.trainers import NAMES
-from tightfit.priced import amounts, strategy_name
+from tightfit.priced import amounts, seconds_words, strategy_name
 from tightfit.types import STRATEGY, Buckets, Cause, Checkpointing, Hardware, PhaseName
 
 MOST_SLOWER = 3  # sentences about ways that fit and are slower
@@ -35,6 +36,21 @@ _CAUSES = [
     *("plan.cause-host-link", "plan.cause-host-optimizer", "plan.cause-launch-overhead"),
 ]
 CAUSES: dict[Cause, Message] = dict(zip(get_args(Cause), map(Message, _CAUSES), strict=True))
+_RATES = {
+    "plan.rate-products": "products product_start_s",
+    "plan.rate-attention": "attention masked_attention attention_start_s",
+    "plan.rate-memory": "memory scan",
+    "plan.rate-unpacking": "unpacking",
+    "plan.rate-launch": "launch",
+    "plan.rate-host-link": "host_link",
+    "plan.rate-host-optimizer": "host_optimizer",
+    "plan.rate-host-memory": "host_memory",
+    "plan.rate-link": "link link_latency_s",
+    "plan.rate-network": "network network_latency_s",
+    "plan.rate-nvme": "nvme_read nvme_write",
+}
+RATES = {name: Message(said) for said, names in _RATES.items() for name in names.split()}
+"""What a rate is about, by its name."""
 _PLACES = ("plan.at-init", "plan.at-forward", "plan.at-loss", "plan.at-backward", "plan.at-step", "plan.at-eval")
 PLACES: dict[PhaseName, Message] = dict(zip(get_args(PhaseName), map(Message, (*_PLACES, "plan.at-save")), strict=True))
 NO_LEVER = {"deepspeed_version", "dataloader_workers"}  # what a job may pin without narrowing the choice
@@ -103,7 +119,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     largest = next(iter(way.pace.causes), None)
     if largest is not None:
         share = way.pace.causes[largest] / way.pace.step_s
-        said.append(Message("plan.largest-cause", step_s=way.pace.step_s, share=share, cause=CAUSES[largest]))
+        said.append(Message("plan.largest-cause", **seconds_words(way.pace), share=share, cause=CAUSES[largest]))
     return tuple(said)
 
 
@@ -173,7 +189,7 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
 
 def _against(plan: Plan, chosen: Way) -> list[Message]:
     """The others that are shown: what was faster and does not fit, what fits and is slower."""
-    faster, slower = [], []
+    faster, slower, equal = list[Message](), list[Message](), list[Way]()
     for way in worth_showing(plan):
         name = strategy_name(way.levers)
         if way.world != chosen.world:
@@ -183,11 +199,24 @@ def _against(plan: Plan, chosen: Way) -> list[Message]:
             faster.append(Message("plan.faster-but", way=name, missing=missing(way)))
         elif way.fits and way is not chosen:
             share = way.pace.step_s / chosen.pace.step_s - 1
-            much = f"{share:.0%}" if share >= 0.005 else Message("plan.less-than-a-percent")
+            much = f"{abs(share):.0%}" if abs(share) >= 0.005 else Message("plan.less-than-a-percent")
+            if not tell_apart(chosen.pace, way.pace).is_sure:
+                equal.append(way)
+                slower.append(Message("plan.equal-faster" if share < 0 else "plan.equal-slower", way=name, much=much))
+                continue
             more_s = {cause: took - chosen.pace.causes.get(cause, 0.0) for cause, took in way.pace.causes.items()}
             cause = CAUSES[max(more_s, key=lambda each: more_s[each])]
             slower.append(Message("plan.fits-too", way=name, much=much, cause=cause))
-    return [*faster, *slower[:MOST_SLOWER]]
+    return [*faster, *slower[:MOST_SLOWER], *(_would_tell(chosen, equal[0]) if equal else ())]
+
+
+def _would_tell(chosen: Way, equal: Way) -> Iterator[Message]:
+    """The one measurement that would say which of two ways is the faster."""
+    name = tell_apart(chosen.pace, equal.pace).rate
+    used = chosen.pace.rates.get(name) or equal.pace.rates.get(name)
+    if used is not None:
+        known = "plan.runs-would-tell" if used.source in ("measured", "run") else "plan.measuring-would-tell"
+        yield Message(known, rate=RATES.get(name, name))
 
 
 def lever_changes(before: Way, after: Way) -> tuple[str, ...]:

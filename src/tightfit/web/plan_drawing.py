@@ -19,7 +19,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.planner.reasons import further, hours, lacking_bytes, missing
 from tightfit.planner.search import something_fits
-from tightfit.priced import GIB, amounts, billions, strategy_name
+from tightfit.priced import GIB, amounts, billions, seconds_words, strategy_name
 from tightfit.types import Phase, PhaseName
 from tightfit.web.plan_answer import KEPT, Answered
 from tightfit.web.words import Words
@@ -109,7 +109,7 @@ def _way(plan: Plan, way: Way, words: Words, ident: str, bars: tuple[Bar, Bar], 
         "host_has": None if ram is None else amounts(ram)[0],
         "nvme_needs": amounts(host.nvme_bytes_per_node)[0] if host.nvme_bytes_per_node else None,
         "tokens_per_s": way.pace.tokens_per_s,
-        "step_s": way.pace.step_s,
+        "seconds": seconds_words(way.pace),
         "hours": hours(plan.job, plan.effective_batch, way),
         "lacks": None if way.fits else missing(way),
         "places": () if way.fits else tuple(lacking_bytes(way)),  # where it does not fit: GPU, RAM, NVMe

@@ -252,7 +252,7 @@ def verdict(found: Drawn, words: Words) -> str:
         card=first["card"],
         gpus=used,
         tokens=f"{first['tokens_per_s']:,.0f}",
-        step=f"{first['step_s']:.2f}",
+        **first["seconds"],
         lacks=words.say(first["lacks"] or ""),
         where=said["on_many" if used > 1 else "on_one"].format(gpus=used),
     )

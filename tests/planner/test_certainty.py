@@ -1,0 +1,106 @@
+"""Ways that cannot be told apart by what is known: which is chosen, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from small_questions import ask, built, machine
+
+import tightfit.planner as planner
+from tightfit.job import Job
+from tightfit.messages import Message, id_of
+from tightfit.planner.certainty import choose, tell_apart
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.search import search
+from tightfit.priced import seconds_words
+from tightfit.types import Pace, RateUsed
+
+
+def pace_of(step_s: float, **open_s: float) -> Pace:
+    rates = {
+        name: RateUsed(value=1.0, source="data sheet", spread=0.1, open_s=seconds) for name, seconds in open_s.items()
+    }
+    return Pace(step_s=step_s, tokens_per_s=1 / step_s, causes={"arithmetic": step_s}, rates=rates)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (pace_of(1.0), pace_of(1.001), (True, "")),  # nothing is said to be open
+        (pace_of(1.0, products=0.5), pace_of(1.1, products=0.5), (True, "")),  # both alike
+        (pace_of(1.0, products=0.5), pace_of(1.1, products=0.45, launch=0.2), (False, "launch")),
+        (pace_of(1.1, products=0.45, launch=0.2), pace_of(1.0, products=0.5), (False, "launch")),
+        (pace_of(1.0, link=0.03), pace_of(1.1, host_optimizer=0.04), (True, "host_optimizer")),
+    ],
+)
+def test_what_is_open_is_what_both_do_not_share(one: Pace, other: Pace, expected: tuple[bool, str]) -> None:
+    assert tell_apart(one, other) == expected
+
+
+def two_ways() -> tuple[Way, Way]:
+    """That fit: of ZeRO-2, and of ZeRO-3, which has more moving parts."""
+    found = search(ask(built("llama", 4, 512, 5000, True), machine("2x24GB"), levers={"attention": "sdpa"})).ways
+    by_engine = {way.levers.engine: way for way in found if way.fits and way.levers.offload_optimizer == "none"}
+    return by_engine["zero2"], by_engine["zero3"]
+
+
+@pytest.mark.parametrize(
+    ("simple", "complex_one", "chosen"),
+    [
+        (pace_of(1.03, launch=0.1), pace_of(1.0), "zero2"),  # within what is open
+        (pace_of(1.03, launch=0.01), pace_of(1.0), "zero3"),
+        (pace_of(1.07, launch=0.5), pace_of(1.0), "zero3"),  # too much to lose
+        (pace_of(1.0), pace_of(1.03, launch=0.5), "zero2"),
+        (pace_of(1.03), pace_of(1.0), "zero3"),  # whose rates say nothing
+    ],
+)
+def test_the_simpler_of_two_that_cannot_be_told_apart_is_chosen(simple: Pace, complex_one: Pace, chosen: str) -> None:
+    zero2, zero3 = two_ways()
+    for ways in ([zero2, zero3], [zero3, zero2]):
+        paces = {"zero2": simple, "zero3": complex_one}
+        found = choose(replace(way, pace=paces[way.levers.engine]) for way in ways)
+        assert found is not None
+        assert found.levers.engine == chosen
+    assert choose([replace(zero2, fits=False)]) is None
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, zero2: Pace, zero3: Pace) -> Plan:
+    """The plan of a job that can run in these two ways alone."""
+
+    def price(question: Any, **_: Any) -> Any:
+        found = search(question)
+        paces = {"zero2": zero2, "zero3": zero3}
+        named = [way for way in found.ways if way.fits and way.levers.offload_optimizer == "none"]
+        found.ways = [replace(way, pace=paces[way.levers.engine]) for way in named if way.levers.engine in paces]
+        return found
+
+    monkeypatch.setattr(planner, "search", price)
+    return planner.plan(Job(model="tiny_llama"), built("llama", 4, 512, 5000, True), machine("2x24GB"))
+
+
+def test_the_plan_says_so_and_names_what_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = planned(monkeypatch, pace_of(1.03, host_optimizer=0.1), pace_of(1.0))
+    assert answer.chosen is not None
+    assert answer.chosen.levers.engine == "zero2"
+    assert Message("plan.equal-faster", way="ZeRO-3", much="3%") in answer.because
+    rate = Message("plan.rate-host-optimizer")
+    assert Message("plan.measuring-would-tell", rate=rate) in answer.because
+    slower = planned(monkeypatch, pace_of(1.0), pace_of(1.2))
+    assert not {"plan.equal-faster", "plan.equal-slower"} & set(map(id_of, slower.because))
+    assert "plan.fits-too" in map(id_of, slower.because)
+
+
+def test_what_was_measured_already_takes_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"link": RateUsed(value=1.0, source="measured", spread=0.1, open_s=0.3, on="2026-11-16")}
+    answer = planned(monkeypatch, pace_of(1.0), replace(pace_of(1.2), rates=known))
+    assert Message("plan.equal-slower", way="ZeRO-3", much="20%") in answer.because
+    assert "plan.runs-would-tell" in map(id_of, answer.because)
+
+
+def test_a_range_stands_beside_the_number_where_there_is_one() -> None:
+    ranged = replace(pace_of(0.42), low_s=0.361, high_s=0.5)
+    assert seconds_words(ranged) == {"step": "0.42", "range": " (0.36–0.50)"}
+    assert seconds_words(replace(ranged, step_s=0.0167, low_s=0.01, high_s=0.03))["step"] == "0.017"
+    assert seconds_words(pace_of(2.0)) == {"step": "2.00", "range": ""}
