@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,6 +15,10 @@ from tightfit.memory.operations import Setting
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import WIDTH
 from tightfit.types import Attention, Checkpointing, Gpu, Levers, ModelShape
+
+CUDNN_FIRST = ("sm_90", "sm_90a", "sm_100", "sm_100a", "sm_103", "sm_103a")
+AOTRITON = "gfx(90a|942|950|1100|1101|1201)"
+"""The AMD cards for which PyTorch has fused attention kernels: AOTriton's, less those it calls experimental."""
 
 
 class Moment(NamedTuple):
@@ -49,9 +54,10 @@ def activations(shape: ModelShape, levers: Levers, gpu: Gpu | None = None) -> Ac
 def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
     lora = weights_of.effective_lora(levers)
     width = WIDTH[levers.precision]
-    arch = gpu.arch if gpu else None
+    vendor, arch = (gpu.vendor, gpu.arch) if gpu else ("unknown", None)
     number = arch[3:].rstrip("a") if arch and arch.startswith("sm_") else ""
     before_ampere = number.isdigit() and int(number) < 80  # flash attention needs sm_80
+    without_kernels = vendor == "amd" and not re.match(AOTRITON, arch or "gfx942")
     return Setting(
         micro_batch=levers.micro_batch,
         sequence=levers.sequence,
@@ -70,9 +76,11 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
+        on_gpu=vendor != "cpu",
         # `check_prefer_cudnn_attention`; a card that is not known may be such a one, which holds the more
-        prefers_cudnn=levers.precision != "fp32" and arch in (None, "sm_90", "sm_90a", "sm_100", "sm_100a"),
-        flash_capable=levers.precision != "fp32" and not before_ampere,
+        prefers_cudnn=levers.precision != "fp32" and (arch in CUDNN_FIRST if arch else vendor in ("nvidia", "unknown")),
+        flash_capable=levers.precision != "fp32" and not before_ampere and not without_kernels,
+        fused_capable=not (before_ampere and levers.precision == "bf16") and not without_kernels,
     )
 
 

@@ -9,7 +9,7 @@ query is laid out (flash, cuDNN; the memory-efficient one does not): where the q
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from tightfit.memory.operations import BOOL, FP32, Operations, Setting
 from tightfit.memory.tape import Slot
@@ -21,9 +21,10 @@ SLICED = "self_attn.qkv_proj"
 FUSED = (SLICED, "attn.c_attn", "attention.query_key_value")
 OUTPUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense")
 
-WIDEST_FLASH_HEAD = 256
+WIDEST_FUSED_HEAD = 256
 MASK_ALIGNMENT = 16  # elements to which PyTorch pads the rows of a mask for its memory-efficient kernel
 SUM_ALIGNMENT = 32  # queries to which that kernel pads its row sums
+HEAD_BLOCKS = (64, 128)  # to one of these it pads a head where it accumulates
 
 
 def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
@@ -40,31 +41,48 @@ def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
 
 
 def kernel_of(shape: Attention, setting: Setting) -> Kernel:
-    """What really runs. `sdpa` is a choice between PyTorch's kernels, each with its own conditions.
+    """What really runs. `sdpa` is a choice between PyTorch's kernels, each with its own conditions (ATen's
+    `sdp_utils.cpp`), of which the first that can run is taken.
 
-    Its flash kernel takes no mask, heads of at most 256 and 16-bit numbers on a card that has it; its
-    memory-efficient one takes all of that, but no grouped heads. transformers repeats the heads for it only
-    where there is a mask or the heads are too wide; otherwise grouped heads end in plain matrix products. cuDNN's takes
-    a mask, and comes first on the cards for which PyTorch prefers it; without a mask it holds what flash does.
+    cuDNN's takes heads of at most 256, grouped ones and a mask too, but no dropout other than by sixteenths, and comes
+    first on the cards for which PyTorch prefers it. The flash kernel takes such heads, but no mask. The
+    memory-efficient one takes any head and a mask, but no grouped heads: transformers repeats these only where there is
+    a mask or the heads are too wide, so that other grouped heads end in plain matrix products, as everything does where
+    no fused kernel can run.
     """
     if setting.attention == "eager" or (shape.softcap and setting.attention == "sdpa"):
         return "eager"
     if setting.attention == "flash":
         return "flash"
-    if shape.head_dim > WIDEST_FLASH_HEAD:
-        return "efficient"
-    if _is_masked(shape, setting):
-        return "cudnn" if setting.prefers_cudnn else "efficient"
-    if setting.flash_capable:
+    if setting.prefers_cudnn and shape.head_dim <= WIDEST_FUSED_HEAD and not shape.dropout:
+        return "cudnn"
+    repeats = _repeats(shape, setting)
+    if setting.flash_capable and not repeats:
         return "flash"
-    return "efficient" if shape.kv_heads == shape.heads else "math"
+    return "efficient" if setting.fused_capable and (repeats or shape.kv_heads == shape.heads) else "math"
 
 
-def _is_masked(shape: Attention, setting: Setting) -> bool:
-    """A window needs a mask as soon as the sequence is as long (transformers does not look whether it hides anything),
-    and so do packed documents and padding; causality alone does not."""
+def is_masked(shape: Attention, setting: Setting) -> bool:
+    """Whether PyTorch's kernels are given a mask, under which they compute what it hides as well. A window needs one as
+    soon as the sequence is as long (transformers does not look whether it hides anything), and so do packed documents
+    and padding; causality alone does not. The flash package is told of all of these."""
     windowed = shape.sliding_window is not None and setting.sequence >= shape.sliding_window
-    return setting.packed or setting.padded or windowed
+    return setting.attention != "flash" and (setting.packed or setting.padded or windowed)
+
+
+def computed_keys(shape: Attention, setting: Setting) -> float:
+    """With how many keys each query is computed, on average. A kernel that is told of causality or a window skips what
+    they hide; under a mask, and in matrix products, every score is computed and then hidden. Documents of a packed
+    sequence are of unknown length: where the kernel knows their borders, this is the most."""
+    if is_masked(shape, setting) or kernel_of(shape, setting) in ("eager", "math"):
+        return setting.sequence
+    window = min(shape.sliding_window or setting.sequence, setting.sequence)
+    return window - window**2 / (2 * setting.sequence)  # the first positions have fewer than a window before them
+
+
+def _repeats(shape: Attention, setting: Setting) -> bool:
+    """Whether transformers repeats grouped heads itself (`use_gqa_in_sdpa`)."""
+    return is_masked(shape, setting) or shape.head_dim > WIDEST_FUSED_HEAD
 
 
 def mask_bytes(shape: Attention, setting: Setting) -> int:
@@ -75,7 +93,7 @@ def mask_bytes(shape: Attention, setting: Setting) -> int:
     if kernel == "eager":
         return setting.micro_batch * pairs * setting.width
     own = setting.micro_batch if setting.packed or setting.padded else 1
-    return own * pairs * BOOL if kernel in ("cudnn", "efficient") and _is_masked(shape, setting) else 0
+    return own * pairs * BOOL if kernel in ("cudnn", "efficient", "math") and is_masked(shape, setting) else 0
 
 
 def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:
@@ -146,59 +164,81 @@ def _joins(shape: Attention) -> bool:
     return shape.rotary and (shape.rotary_dim is not None or shape.fused_qkv)
 
 
-def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
+def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention, mask: int = 0) -> Slot:
     """Flash attention, torch's own or the package's: keeps q, k, v, its output and the row sums."""
     sums = ops.size(shape.heads, FP32)
     # The backward accumulates dq in fp32; with grouped heads dk and dv are first written for every head.
     temp = ops.size(shape.heads * shape.head_dim, FP32) + sums
-    temp += 2 * q.size if shape.kv_heads != shape.heads else 0
-    qkv = q, k, v
-    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=(sums,), backward_temp=temp, product=True)
+    temp += 2 * q.size if k.size != q.size else 0
+    qkv, makes = (q, k, v), (sums, mask) if mask else (sums,)
+    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, backward_temp=temp, product=True)
     return _token_order(ops, context, shape)
 
 
 def _cudnn(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
-    """cuDNN's kernel, under a mask; an output is laid out as its query (`alloc_with_matching_layout`)."""
-    return _token_order(ops, _efficient(ops, q, k, v, shape), shape)
+    """cuDNN's kernel holds what flash does, and lays its output out as its query too (`alloc_with_matching_layout`). A
+    boolean mask becomes an additive one, made for this call and kept; transformers repeats grouped heads then."""
+    setting = ops.setting
+    if not is_masked(shape, setting):
+        return _flash(ops, q, k, v, shape)
+    key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)
+    mask = setting.micro_batch * setting.sequence * setting.sequence * setting.width
+    context = _flash(ops, q, key, value, shape, mask)
+    ops.tape.hold(key, value)
+    return context
 
 
 def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
-    """PyTorch's memory-efficient kernel, on heads that transformers has repeated. A boolean mask becomes an additive
-    one, made for this call, its rows padded; the kernel keeps it. The output comes in token order, whatever the
-    query's."""
+    """PyTorch's memory-efficient kernel, on heads that transformers has repeated. The mask is as for cuDNN's, its rows
+    padded; the output comes in token order, whatever the query's."""
     setting = ops.setting
     key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)
     padded = -(-setting.sequence // SUM_ALIGNMENT) * SUM_ALIGNMENT
     sums = setting.micro_batch * shape.heads * padded * FP32
     rows = -(-setting.sequence // MASK_ALIGNMENT) * MASK_ALIGNMENT
     mask = setting.micro_batch * setting.sequence * rows * setting.width
-    temp = sums + (ops.size(shape.heads * shape.head_dim, FP32) if setting.width < FP32 else 0)
-    makes = (sums, mask) if _is_masked(shape, setting) else (sums,)
+    # The backward accumulates dq in fp32, over whole blocks of a head; in fp32 itself, it multiplies output and
+    # gradient beforehand. Heads wider than a block have their output accumulated in fp32 as well.
+    temp, widened = sums + q.size, 0
+    if setting.width < FP32:
+        block = next((width for width in HEAD_BLOCKS if shape.head_dim <= width), shape.head_dim)
+        temp = sums + ops.size(shape.heads * block, FP32)
+        widened = ops.size(shape.heads * shape.head_dim, FP32) if shape.head_dim > HEAD_BLOCKS[-1] else 0
+    makes = (sums, mask) if is_masked(shape, setting) else (sums,)
     qkv = q, key, value
-    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, backward_temp=temp, product=True)
+    facts: dict[str, Any] = {"forward_temp": widened, "backward_temp": temp, "product": True}
+    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, **facts)
     ops.tape.hold(key, value)
     return context
 
 
 def _math(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
-    """PyTorch's fallback: matrix products in fp32, with the whole score matrix."""
+    """PyTorch's fallback: matrix products in fp32, with the whole score matrix. The mask is made for this call, and not
+    kept; grouped heads are repeated by it, in fp32, unless transformers has done so."""
     tape, setting = ops.tape, ops.setting
     features, pairs = shape.heads * shape.head_dim, shape.heads * setting.sequence
-    narrow = shape.kv_heads * shape.head_dim
+    narrow, mask = shape.kv_heads * shape.head_dim, setting.sequence * setting.sequence * FP32
+    given = k, v
+    if _repeats(shape, setting):
+        k, v, narrow = _repeat(ops, k, shape), _repeat(ops, v, shape), features
+    if is_masked(shape, setting):
+        mask = setting.micro_batch * setting.sequence * setting.sequence * setting.width
     q32, k32, v32 = ops.cast(q, features, FP32), ops.cast(k, narrow, FP32), ops.cast(v, narrow, FP32)
     whole = ops.times_constant(q32)
-    key, value = _repeat(ops, k32, shape), _repeat(ops, v32, shape)
+    key, value = k32, v32
+    if narrow != features:
+        key, value = _repeat(ops, k32, shape), _repeat(ops, v32, shape)
     scaled = ops.times_constant(key)
+    repeated = shape.kv_heads != shape.heads  # which lays it out head by head
     query = whole if _joins(shape) else _by_head(ops, whole)
-    keys = scaled if key is not k32 or _joins(shape) else _by_head(ops, scaled)
-    values = value if value is not v32 else _by_head(ops, value)
-    causal = setting.sequence * setting.sequence * FP32
-    scores = tape.op((query, keys), ops.size(pairs, FP32), saves=(query, keys), forward_temp=causal)
-    weights = ops.output_saving(scores)
+    keys = scaled if repeated or _joins(shape) else _by_head(ops, scaled)
+    values = value if repeated else _by_head(ops, value)
+    scores = tape.op((query, keys), ops.size(pairs, FP32), saves=(query, keys), forward_temp=mask)
+    weights = ops.softmax(scores, ops.size(pairs, BOOL))  # it looks for rows that are hidden whole
     returned = ops.cast(weights, pairs, setting.width)  # beside the output, though nobody takes it
     mixed = tape.op((weights, values), ops.size(features, FP32), saves=(weights, values))
     context = ops.cast(mixed, features, setting.width)
-    tape.hold(q32, k32, v32, whole, key, value, weights, returned)
+    tape.hold(q32, k32, v32, whole, key, value, weights, returned, *given)
     return tape.op((context,), q.size)
 
 
@@ -228,9 +268,9 @@ def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
         scores = ops.times_constant(ops.output_saving(ops.times_constant(scores)))
     scores = ops.plus_constant(scores)  # the mask
     if "attn.c_attn.weight" in ops.tensors:  # gpt2 stays in the working precision
-        weights = ops.output_saving(scores)
+        weights = ops.softmax(scores)
     else:
-        softmax = ops.output_saving(ops.cast(scores, pairs, FP32))
+        softmax = ops.softmax(ops.cast(scores, pairs, FP32))
         tape.hold(scores)
         weights = ops.cast(softmax, pairs, setting.width)
     if shape.dropout:

@@ -74,7 +74,7 @@ def _route(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     else:
         saves = (x,) if setting.trains_base else ()
         logits = tape.op((x,), ops.size(shape.experts), saves=saves, weight_grad=ops.grad(shape.experts * hidden))
-    probabilities = ops.output_saving(ops.cast(logits, shape.experts, FP32))
+    probabilities = ops.softmax(ops.cast(logits, shape.experts, FP32))
     chosen = tape.op((probabilities,), ops.size(shape.top_k, FP32), makes=(ops.size(shape.top_k, INT64),))
     if not shape.scores_fp32:
         return ops.cast(chosen, shape.top_k, setting.width)

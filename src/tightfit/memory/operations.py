@@ -44,8 +44,10 @@ class Setting:
     """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
     scan: str = "official"
     broadcast_scan: bool = False  # Mamba-2 without kernels contracts by broadcasting: transformers before 5.18
+    on_gpu: bool = True
     prefers_cudnn: bool = False  # PyTorch tries cuDNN's attention first: 16-bit numbers, on sm_90 and sm_100
     flash_capable: bool = True  # PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer
+    fused_capable: bool = True  # its memory-efficient kernel can run: not on every AMD card, nor with bf16 before sm_80
 
     @property
     def tokens(self) -> int:
@@ -152,8 +154,13 @@ class Operations:
         return self.tape.op((x,), x.size, saves=(x,), backward_temp=2 * x.size)
 
     def output_saving(self, x: Slot) -> Slot:
-        """tanh, exp, softmax, sigmoid: known by their outputs."""
+        """tanh, exp, sigmoid: known by their outputs."""
         return self.tape.op((x,), x.size, saves_output=True)
+
+    def softmax(self, x: Slot, forward_temp: int = 0) -> Slot:
+        """Known by its output too, which a GPU first multiplies by the gradient (`softmax_backward_cuda_out`)."""
+        back = x.size if self.setting.on_gpu else 0
+        return self.tape.op((x,), x.size, saves_output=True, forward_temp=forward_temp, backward_temp=back)
 
     def activate(self, x: Slot, name: str) -> Slot:
         """One kernel for most; some are written in Python, where every factor is a tensor of its own."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.activations import setting_of
-from tightfit.memory.attention import kernel_of
+from tightfit.memory.attention import computed_keys, is_masked, kernel_of
 from tightfit.memory.layers import layer_tape
 from tightfit.memory.loss import fused_chunk_tokens
 from tightfit.memory.operations import FP32, Setting
@@ -143,21 +143,16 @@ def _product(tokens: int, out_features: int, in_features: int, width: int, rates
 
 
 def _attention(block: Block, setting: Setting, rates: Rates) -> tuple[float, float]:
-    """The causal half of both products; a window is not used to skip work unless the kernel knows it."""
     mixer = block.mixer
     if not isinstance(mixer, Attention):
         return 0.0, 0.0
     kernel = kernel_of(mixer, setting)
-    window = min(mixer.sliding_window or setting.sequence, setting.sequence)
-    windowed = mixer.sliding_window is not None and setting.sequence >= mixer.sliding_window
-    keys = window - window**2 / (2 * setting.sequence)  # the first positions have fewer than a window before them
-    if kernel in ("eager", "math") or (kernel in ("cudnn", "efficient") and windowed):
-        keys = setting.sequence  # a mask hides what was computed all the same
-    flops = 4 * setting.tokens * keys * mixer.heads * mixer.head_dim
+    flops = 4 * setting.tokens * computed_keys(mixer, setting) * mixer.heads * mixer.head_dim
     if kernel in ("eager", "math"):
         once = flops / rates.products
         return once, 2 * once
-    reached = rates.attention if kernel == "flash" else rates.masked_attention
+    slow = kernel == "efficient" or is_masked(mixer, setting)
+    reached = rates.masked_attention if slow else rates.attention
     once = flops / reached + constants.ATTENTION_KERNEL_S
     return once, once * constants.ATTENTION_BACK
 
