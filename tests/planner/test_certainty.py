@@ -86,7 +86,7 @@ def test_the_plan_says_so_and_names_what_would_tell(monkeypatch: pytest.MonkeyPa
     assert answer.chosen.levers.engine == "zero2"
     assert Message("plan.equal-faster", way="ZeRO-3", much="3%") in answer.because
     rate = Message("plan.rate-host-optimizer")
-    assert Message("plan.measuring-would-tell", rate=rate) in answer.because
+    assert Message("plan.measuring-would-tell", way="ZeRO-2", other="ZeRO-3", rate=rate) in answer.because
     slower = planned(monkeypatch, pace_of(1.0), pace_of(1.2))
     assert not {"plan.equal-faster", "plan.equal-slower"} & set(map(id_of, slower.because))
     assert "plan.fits-too" in map(id_of, slower.because)

@@ -19,8 +19,8 @@ from tightfit.types import Measured, TaughtRate
 TRAINING = Training(shape="s", gpu="g", method="full", precision="bf16", optimizer="adamw")
 WAY = WayMark(engine="zero2", offload_optimizer="none", offload_param="none", checkpointing="none")
 SHARES = (
-    TimedShare(rate="products", spread=0.05, seconds=0.6),
-    TimedShare(rate="launch", spread=0.5, seconds=0.3),
+    TimedShare(rate="products", spread=0.05, slower_s=0.6, faster_s=0.6),
+    TimedShare(rate="launch", spread=0.5, slower_s=0.3, faster_s=0.3),
 )
 
 
@@ -43,7 +43,7 @@ def rates_after(*runs: TimedRun) -> dict[str, TaughtRate]:
 
 def step_s(found: dict[str, TaughtRate], shares: tuple[TimedShare, ...] = SHARES) -> float:
     """What such a step is predicted to take now."""
-    return 1.0 + sum(share.seconds * (found[share.rate].factor - 1) for share in shares if share.rate in found)
+    return 1.0 + sum(share.slower_s * (found[share.rate].factor - 1) for share in shares if share.rate in found)
 
 
 @pytest.mark.parametrize("measured", [0.8, 1.0, 1.1, 1.3, 1.9])
@@ -69,7 +69,7 @@ def test_the_longer_a_step_took_the_slower_is_every_rate() -> None:
 def test_runs_of_two_kinds_tell_two_rates_apart() -> None:
     """One that hangs on launches alone shows whose fault the other's error was."""
     loose = tuple(replace(share, spread=0.5) for share in SHARES)
-    launches = (TimedShare(rate="launch", spread=0.5, seconds=0.9),)
+    launches = (TimedShare(rate="launch", spread=0.5, slower_s=0.9, faster_s=0.9),)
     other = replace(TRAINING, shape="other")
     alone = rates_after(run(1.3, shares=loose))
     both = rates_after(run(1.0, training=other, shares=launches), run(1.3, shares=loose))
@@ -78,9 +78,21 @@ def test_runs_of_two_kinds_tell_two_rates_apart() -> None:
     assert step_s(both, loose) == pytest.approx(1.3, rel=0.03)
 
 
+def test_what_runs_beside_something_longer_saves_nothing() -> None:
+    """So a step that was shorter than predicted is no lesson about it."""
+    shares = (
+        TimedShare(rate="link", spread=0.5, slower_s=0.5, faster_s=0.0),
+        TimedShare(rate="products", spread=0.1, slower_s=0.9, faster_s=0.9),
+    )
+    slower, faster = rates_after(run(1.2, shares=shares)), rates_after(run(0.9, shares=shares))
+    assert slower["link"].factor > slower["products"].factor > 1
+    assert faster["products"].factor < 0.93
+    assert 1 - faster["link"].factor < 1 - faster["products"].factor
+
+
 def test_another_training_moves_what_was_measured_little() -> None:
     """Its error may be one of the model of the pace."""
-    sure = (TimedShare(rate="products", spread=0.02, seconds=1.0),)
+    sure = (TimedShare(rate="products", spread=0.02, slower_s=1.0, faster_s=1.0),)
     same = rates_after(run(1.2, shares=sure))["products"].factor
     other = rates_after(run(1.2, training=replace(TRAINING, shape="other"), shares=sure))["products"].factor
     assert 1.0 < other < 1.05 < same

@@ -58,10 +58,9 @@ class Calibrations:
         for tree in kept.timed:
             with suppress(ValueError):
                 run = as_record(tree, TimedRun)
-                seconds = [run.predicted_s, run.measured_s]
-                for share in run.shares:
-                    seconds += [share.spread, share.seconds]
-                if min(seconds) > 0 and run.runs >= 1 and _DAY.fullmatch(run.day):
+                positive = [run.predicted_s, run.measured_s, *(share.spread for share in run.shares)]
+                seconds = [0.0, *(size for share in run.shares for size in (share.slower_s, share.faster_s))]
+                if min(positive) > 0 and min(seconds) == 0 and run.runs >= 1 and _DAY.fullmatch(run.day):
                     timed.append(run)
         data = None if job is None else data_mark(job)
         return Calibration(entries=tuple(entries), data=data, timed=tuple(timed))

@@ -129,7 +129,8 @@ class TimedShare:
 
     rate: str
     spread: float  # of the rate, without what any run has taught
-    seconds: float
+    slower_s: float  # the seconds that hang on it where it is slower than believed
+    faster_s: float  # likewise where it is faster: what then runs beside something longer saves nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

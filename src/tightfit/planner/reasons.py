@@ -47,7 +47,7 @@ _RATES = {
     "plan.rate-host-memory": "host_memory",
     "plan.rate-link": "link link_latency_s",
     "plan.rate-network": "network network_latency_s",
-    "plan.rate-nvme": "nvme_read nvme_write",
+    "plan.rate-nvme": "nvme nvme_read nvme_write",
 }
 RATES = {name: Message(said) for said, names in _RATES.items() for name in names.split()}
 """What a rate is about, by its name."""
@@ -189,7 +189,7 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
 
 def _against(plan: Plan, chosen: Way) -> list[Message]:
     """The others that are shown: what was faster and does not fit, what fits and is slower."""
-    faster, slower, equal = list[Message](), list[Message](), list[Way]()
+    faster, slower, equal = list[Message](), list[Message](), list[Way]()  # the equal ones stand with the faster
     for way in worth_showing(plan):
         name = strategy_name(way.levers)
         if way.world != chosen.world:
@@ -202,12 +202,12 @@ def _against(plan: Plan, chosen: Way) -> list[Message]:
             much = f"{abs(share):.0%}" if abs(share) >= 0.005 else Message("plan.less-than-a-percent")
             if not tell_apart(chosen.pace, way.pace).is_sure:
                 equal.append(way)
-                slower.append(Message("plan.equal-faster" if share < 0 else "plan.equal-slower", way=name, much=much))
+                faster.append(Message("plan.equal-faster" if share < 0 else "plan.equal-slower", way=name, much=much))
                 continue
             more_s = {cause: took - chosen.pace.causes.get(cause, 0.0) for cause, took in way.pace.causes.items()}
             cause = CAUSES[max(more_s, key=lambda each: more_s[each])]
             slower.append(Message("plan.fits-too", way=name, much=much, cause=cause))
-    return [*faster, *slower[:MOST_SLOWER], *(_would_tell(chosen, equal[0]) if equal else ())]
+    return [*faster, *(_would_tell(chosen, equal[0]) if equal else ()), *slower[:MOST_SLOWER]]
 
 
 def _would_tell(chosen: Way, equal: Way) -> Iterator[Message]:
@@ -216,7 +216,12 @@ def _would_tell(chosen: Way, equal: Way) -> Iterator[Message]:
     used = chosen.pace.rates.get(name) or equal.pace.rates.get(name)
     if used is not None:
         known = "plan.runs-would-tell" if used.source in ("measured", "run") else "plan.measuring-would-tell"
-        yield Message(known, rate=RATES.get(name, name))
+        yield Message(
+            known,
+            way=strategy_name(chosen.levers),
+            other=strategy_name(equal.levers),
+            rate=RATES.get(name, name),
+        )
 
 
 def lever_changes(before: Way, after: Way) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ machine, and a lesson about the host's optimizer says nothing about ways that ha
 
 How much a run counts:
 
-- A run of the same training counts nearly in full: it is measured again to within `REPEATS`.
-- One of another training tells less: `MODEL_ERROR` of its error may be the model of the pace.
+- A run of the same training counts nearly in full: it is measured again to within `REPEATS`. What its rates cannot
+  explain is the model's own error about this training, and is taken from all of its rates alike.
+- One of another training tells less: `MODEL_ERROR` of its error may be such an error of its own.
 - What is off by more than twice counts when a second run has measured it so: a card may have been shared for once.
 - Once the rates are measured anew, or the card, the processor, a link or the network are others, what was learned
   against the old ones says nothing any more: see `machine_mark`.
@@ -27,16 +28,19 @@ from math import exp, log, log1p
 
 from tightfit.pace import pace
 from tightfit.planner.calibration import Calibration, TimedRun, TimedShare, Training, mark, training_of, way_mark
-from tightfit.types import Hardware, Levers, ModelShape, Pace, Taught, TaughtRate
+from tightfit.types import Hardware, Levers, ModelShape, Taught, TaughtRate
 
-REPEATS = 0.02
+MODEL = "model"  # beside the rates: what the model of the pace is off for the training that is planned
+REPEATS = 0.01
 """By how much median step times of one job on one machine differ from run to run. Assumed."""
 MODEL_ERROR = 0.05
 """What a pace is off where its rates are right: what the best published predictor reaches (arXiv 2509.22832)."""
 MOST_FACTOR = 16.0
 """No rate is believed to be further off than that, either way: that would be another machine, or another training."""
+LEAST_SHARE = 0.05  # of a step is left, however fast its rates are
 NEWEST = 32  # runs of a machine that count
-LOOKS = 6  # at each run, around what it has changed
+LEAST_CHANGE = 0.005  # of a rate, below which what it changes is lost in rounding
+LOOKS = 4  # at each run, around what it has changed
 
 
 def teach(hardware: Hardware, known: Calibration | None, shape: ModelShape, levers: Levers) -> Hardware:
@@ -45,11 +49,9 @@ def teach(hardware: Hardware, known: Calibration | None, shape: ModelShape, leve
         return hardware
     machine = machine_mark(hardware, known.processor)
     runs = tuple(run for run in known.timed if run.machine == machine and run.counts)[-NEWEST:]
-    taught = None
-    if runs:
-        rates = estimate_rates(runs, training_of(shape, levers, hardware))
-        taught = Taught(on=max(run.day for run in runs), rates=rates) if rates else None
-    return hardware if taught == hardware.taught else replace(hardware, taught=taught)
+    if not runs:
+        return hardware if hardware.taught is None else replace(hardware, taught=None)
+    return _with(hardware, *estimate_rates(runs, training_of(shape, levers, hardware)), on=max(run.day for run in runs))
 
 
 def machine_mark(hardware: Hardware, processor: str) -> str:
@@ -63,64 +65,94 @@ def timed_run(
     shape: ModelShape, levers: Levers, hardware: Hardware, processor: str, measured_s: float, day: str
 ) -> TimedRun | None:
     """What a run in which a step took so long has taught; None: nothing is known of what its prediction hangs on."""
-    predicted = pace(shape, levers, replace(hardware, taught=None))
-    shares = _shares(predicted)
-    if not shares:
-        return None
-    return TimedRun(
+    bare = replace(hardware, taught=None)
+    predicted = pace(shape, levers, bare)
+
+    def hanging_s(name: str, factor: float) -> float:
+        """The seconds that hang on a rate: what a step would change, were it so much slower, over that."""
+        changed = pace(shape, levers, _with(bare, TaughtRate(name=name, factor=factor, spread=0.0)))
+        return max(0.0, (changed.step_s - predicted.step_s) / (factor - 1))
+
+    run = TimedRun(
         machine=machine_mark(hardware, processor),
         training=training_of(shape, levers, hardware),
         way=way_mark(levers),
         day=day,
         predicted_s=predicted.step_s,
         measured_s=measured_s,
-        shares=shares,
+        shares=tuple(
+            TimedShare(
+                rate=name,
+                spread=rate.spread,
+                slower_s=hanging_s(name, 1 + rate.spread),
+                faster_s=hanging_s(name, 1 / (1 + rate.spread)),
+            )
+            for name, rate in predicted.rates.items()
+            if rate.spread > 0
+        ),
     )
+    for _ in range(LOOKS):  # what overlaps hangs on a rate from somewhere on: looked at where this run says it is
+        factors = {rate.name: rate.factor for rate in estimate_rates((run,), run.training)}
+        changed = [share for share in run.shares if abs(factors[share.rate] - 1) > LEAST_CHANGE]
+        at = {share.rate: hanging_s(share.rate, factors[share.rate]) for share in changed}
+        seen = [
+            replace(share, slower_s=at.get(share.rate, share.slower_s))
+            if factors[share.rate] > 1
+            else replace(share, faster_s=at.get(share.rate, share.faster_s))
+            for share in run.shares
+        ]
+        run = replace(run, shares=tuple(seen))
+    return run if run.shares else None
 
 
-def _shares(predicted: Pace) -> tuple[TimedShare, ...]:
-    """The seconds that hang on each rate: what its spread changes, over its spread. What overlaps may count twice, and
-    a step is no shorter than what hangs on its rates."""
-    rates = predicted.rates.items()
-    hanging = {name: rate.open_s / rate.spread for name, rate in rates if rate.spread > 0 and rate.open_s > 0}
-    scale = min(1.0, predicted.step_s / max(sum(hanging.values()), 1e-12))
-    return tuple(
-        TimedShare(rate=name, spread=predicted.rates[name].spread, seconds=seconds * scale)
-        for name, seconds in hanging.items()
-    )
+def _with(hardware: Hardware, *rates: TaughtRate, on: str = "") -> Hardware:
+    return replace(hardware, taught=Taught(on=on, rates=rates))
 
 
 @lru_cache(maxsize=64)
 def estimate_rates(runs: tuple[TimedRun, ...], training: Training) -> tuple[TaughtRate, ...]:
-    """The factors of all rates that these runs hang on; of the training that is planned they count in full, and last.
-    The newest stand last."""
+    """The factors of all rates that these runs hang on, for planning this training; the newest run stands last."""
     spreads = {share.rate: share.spread for run in runs for share in run.shares}
-    names = sorted(spreads)
+    same = any(run.training == training for run in runs)
+    names = [*sorted(spreads), *([MODEL] if same else ())]
     state = dict.fromkeys(names, 0.0)
     covariance = {one: dict.fromkeys(names, 0.0) for one in names}
     for name in names:
-        covariance[name][name] = log1p(spreads[name]) ** 2
+        covariance[name][name] = log1p(spreads.get(name, MODEL_ERROR)) ** 2
     for run in sorted(runs, key=lambda run: run.training == training):
-        noise = (REPEATS if run.training == training else MODEL_ERROR) ** 2
-        seconds = {share.rate: share.seconds for share in run.shares}
-        fixed = max(0.0, run.predicted_s - sum(seconds.values()))
+        own = run.training == training
+        noise = REPEATS**2 + (0.0 if own else MODEL_ERROR**2)
         before, gain, leans = dict(state), dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         for _ in range(LOOKS):
-            takes = {name: size * exp(state[name]) for name, size in seconds.items()}
-            step_s = fixed + sum(takes.values())
-            leans = {name: takes.get(name, 0.0) / step_s for name in names}
+            longer_s, slopes = 0.0, dict.fromkeys(names, 0.0)
+            for share in run.shares:
+                log_factor = state[share.rate]
+                is_slower = log_factor > 0 or (log_factor == 0 and run.error > 0)
+                seconds = share.slower_s if is_slower else share.faster_s
+                longer_s += seconds * (exp(log_factor) - 1)
+                slopes[share.rate] = seconds * exp(log_factor)
+            step_s = max(run.predicted_s + longer_s, LEAST_SHARE * run.predicted_s)
+            leans = {name: slopes[name] / step_s for name in names}
+            expected = log(step_s)
+            if own:
+                leans[MODEL] = 1.0
+                expected += state[MODEL]
             open_to = {one: sum(covariance[one][other] * leans[other] for other in names) for one in names}
-            gain = {
-                name: open_to[name] / (noise + sum(leans[each] * open_to[each] for each in names)) for name in names
-            }
-            error = log(run.measured_s / step_s) - sum(leans[name] * (before[name] - state[name]) for name in names)
+            doubt = noise + sum(leans[name] * open_to[name] for name in names)
+            gain = {name: open_to[name] / doubt for name in names}
+            error = log(run.measured_s) - expected - sum(leans[name] * (before[name] - state[name]) for name in names)
             limit = log(MOST_FACTOR)
             state = {name: min(limit, max(-limit, before[name] + gain[name] * error)) for name in names}
         known = {other: sum(leans[name] * covariance[name][other] for name in names) for other in names}
         covariance = {
             one: {other: covariance[one][other] - gain[one] * known[other] for other in names} for one in names
         }
+    whole = exp(state.get(MODEL, 0.0))
     return tuple(
-        TaughtRate(name=name, factor=exp(state[name]), spread=exp(max(covariance[name][name], 0.0) ** 0.5) - 1)
-        for name in names
+        TaughtRate(
+            name=name,
+            factor=exp(state[name]) * whole,
+            spread=exp(max(covariance[name][name], 0.0) ** 0.5) - 1,
+        )
+        for name in sorted(spreads)
     )
