@@ -20,8 +20,11 @@ from tightfit.memory.zero12 import flattens_on_gpu, partition
 from tightfit.types import Levers, ModelShape, PhaseName
 
 PROCESS_BYTES = int(1.1 * 2**30)
-"""A Python process with torch, transformers, DeepSpeed and a CUDA context, before its first kernel."""
-LIBRARIES_BYTES = int(0.65 * 2**30)  # what cuBLAS, cuDNN and friends map into it with the first training step
+"""A Python process with torch, transformers, DeepSpeed and a CUDA context, before its first kernel. Taken apart by
+mapping on an H200: libraries' pages 0.4 GiB, Python's objects 0.5, the driver 0.1."""
+LIBRARIES_BYTES = int(0.65 * 2**30)
+"""What the first training step adds, whatever the model's size: kernels that CUDA reads into the heap when each is
+first launched (0.5 GiB), and pages of cuBLAS, cuDNN and torch."""
 WORKER_BYTES = int(0.2 * 2**30)
 """A forked dataloader worker, once counting references has copied its parent's pages: torch and transformers take
 0.16 GiB of anonymous memory, and a spawned worker the same."""
@@ -36,7 +39,10 @@ def pinned_bytes(size: int, *, pin: bool = True) -> int:
 
 def phases(job: MemoryJob) -> dict[PhaseName, Components]:
     levers, weights = job.levers, job.weights
-    process: Components = {"process": PROCESS_BYTES, "dataloader": levers.dataloader_workers * WORKER_BYTES}
+    process: Components = {"dataloader": levers.dataloader_workers * WORKER_BYTES}
+    libraries: Components = {}
+    if not job.on_cpu:  # there the process is what stands beside tensors on the "card"
+        process, libraries = {"process": PROCESS_BYTES, **process}, {"libraries": LIBRARIES_BYTES}
     training: list[Components] = []
     if levers.engine in ("zero1", "zero2") and levers.offload_optimizer != "none":
         training.append(_zero12(job))
@@ -50,9 +56,13 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
             world = 1 if levers.engine == "zero0" else job.world
             paged = eight_bit_states(levers.optimizer, weights.trainable, world).paged
         training.append({"optimizer_states": paged})
-    running = combine(process, {"libraries": LIBRARIES_BYTES}, *training)
-    steady = combine(running, {"activations": pinned_bytes(job.acts.host_kept)})
-    return {"init": combine(process, _initialising(job)), "forward": steady, "backward": steady, "step": steady}
+    steady = combine(process, libraries, *training, {"activations": pinned_bytes(job.acts.host_kept)})
+    return {
+        "init": combine(process, _initialising(job)),
+        "forward": steady,
+        "backward": steady,
+        "step": combine(steady, _stepping(job)),
+    }
 
 
 def _zero12(job: MemoryJob) -> Components:
@@ -97,8 +107,12 @@ def _zero3_params(job: MemoryJob) -> Components:
         return _swap_buffers(job)
     # each part is pinned as it is made; the trainable ones then move into one flat buffer,
     # and their old blocks stay with the allocator
-    trainable, frozen = _parts_of(job.weights, job.world, width, width, levers.buckets.pin_memory)
-    return {"weights": trainable + frozen, "buckets": pinned_bytes(shards_of(job).trainable * width)}
+    pin = levers.buckets.pin_memory
+    trainable, frozen = _parts_of(job.weights, job.world, width, width, pin)
+    # a head is made and cut before it is tied to the embedding, and its block stays too
+    head = pinned_bytes(share(job.shape.before[0].numel, job.world) * job.weights.width)
+    kept = head if job.shape.tied and pin else 0
+    return {"weights": trainable + frozen + kept, "buckets": pinned_bytes(shards_of(job).trainable * width)}
 
 
 def swap_buffer_numel(shape: ModelShape, levers: Levers, world: int) -> int:
@@ -149,6 +163,18 @@ def _zero3_optimizer(job: MemoryJob) -> Components:
         "optimizer_states": 2 * own.trainable * job.master_width,
         "gradients": gradients + sum(pinned_bytes(group * job.master_width, pin=pin) for group in own.sub_groups),
     }
+
+
+def _stepping(job: MemoryJob) -> Components:
+    """What ZeRO-3 makes and drops again on its way through a step whose optimizer is on the host."""
+    levers, own, width = job.levers, shards_of(job), job.weights.trainable_width
+    if levers.stage != 3 or levers.offload_optimizer == "none":
+        return {}
+    # `has_overflow` asks all gradients at once: `isinf` holds their magnitudes and an answer of one byte for each.
+    asked = own.trainable * (width + 1) if levers.precision == "fp16" else 0
+    # A sub-group's new weights are rounded before they go to the GPU: torch does it on the host where a copy blocks.
+    rounds = levers.offload_param == "none" and width != job.master_width
+    return {"temporaries": max(asked, max(own.sub_groups) * width if rounds else 0)}
 
 
 def _optimizer_buffers(job: MemoryJob) -> int:

@@ -26,6 +26,7 @@ class MemoryJob:
     acts: Activations
     workspaces: int
     card_bytes: int | None  # the card's size; None: ample
+    on_cpu: bool = False  # the CPU stands in for the card, and its RAM for the card's memory
     built_whole: bool = False
     """A script built the model on the GPU as the library does by default, instead of laying every weight straight into
     its place, as our worker and every loader of checkpoints do."""
@@ -62,6 +63,7 @@ def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, *, 
         acts=activations(shape, levers, gpu),
         workspaces=0 if on_cpu else 2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],
         card_bytes=None if gpu is None else gpu.memory_bytes,
+        on_cpu=on_cpu,
         built_whole=built_whole,
     )
 
