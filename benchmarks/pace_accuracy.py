@@ -316,7 +316,7 @@ def constants() -> str:
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             said = " ".join(str(following.value.value).split())
         name, value = (ast.get_source_segment(source, part) for part in (node.targets[0], node.value))
-        lines.append(f"| `{name}` | `{value}` | {said} |")
+        lines.append(f"| `{name}` | `{' '.join(str(value).split())}` | {said} |")
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.model.presets import PRESETS
 from tightfit.pace import Clock, KernelChoice, pace
-from tightfit.pace.rates import UNKNOWN_FLOPS, host_link_of
+from tightfit.pace.rates import UNKNOWN_FLOPS
 from tightfit.types import (
     Buckets,
     Checkpointing,
@@ -227,12 +227,6 @@ def test_a_faster_card_is_faster_where_the_gpu_is_busy() -> None:
     assert len(set(order)) == len(order)
 
 
-def test_links_to_the_host_follow_the_generation() -> None:
-    newer = [host_link_of(machine(f"1x{card}").gpu) for card in ("B200", "H200", "A100-80GB", "V100-32GB")]
-    assert newer[0] == newer[1] > newer[2] > newer[3]
-    assert host_link_of(machine("1xMI300X").gpu) > host_link_of(machine("1xMI250-128GB").gpu)
-
-
 @some_models
 def test_a_slower_link_is_not_faster(name: str) -> None:
     shape = model(name)
@@ -277,8 +271,10 @@ def test_ranks_of_a_node_share_its_host() -> None:
     one, eight, apart = (
         pace(shape, levers, machine(word)).causes["host optimizer"] for word in ("1xH200", "8xH200", "8x1xH200")
     )
-    assert eight == pytest.approx(one)
+    assert one / 8 < eight < one, "a whole server has more cores than the part of it that one GPU is rented with"
     assert apart == pytest.approx(one / 8)
+    both = [pace(shape, levers, machine(word)).causes["host optimizer"] for word in ("4xRTX4090", "8xRTX4090")]
+    assert both[0] == pytest.approx(both[1]), "cores and memory are one for all ranks"
 
 
 def test_ranks_of_a_node_share_its_drive() -> None:
@@ -391,10 +387,10 @@ def test_assumptions_are_said() -> None:
     shape = model("tiny_llama")
     assert pace(shape, Levers(), machine("1xH200")).because == ()
     (links,) = map(str, pace(shape, Levers(), machine("8xH200")).because)
-    assert "exchange 338 GB/s" in links
+    assert "exchange 360 GB/s" in links
     (unknown,) = map(str, pace(shape, Levers(), machine("1x32GB")).because)
     assert f"{UNKNOWN_FLOPS / 1e12:.0f} TFLOP/s" in unknown
     (network,) = map(str, pace(shape, Levers(), machine("2x8xH200")).because)
-    assert "100 Gb/s" in network
+    assert "3200 Gb/s" in network
     (drive,) = map(str, pace(shape, Levers(engine="zero3", offload_optimizer="nvme"), machine("1xH200")).because)
     assert "NVMe" in drive

@@ -85,7 +85,7 @@ def test_the_page_is_current() -> None:
 @pytest.mark.thorough
 def test_a_stale_page_is_noticed() -> None:
     text = pace_accuracy.PAGE.read_text(encoding="utf-8")
-    changed = text.replace(f"| `PRODUCT_SHARE` | `{rates.PRODUCT_SHARE}` |", "| `PRODUCT_SHARE` | `0.99` |")
+    changed = text.replace(f"| `GROUPED_SHARE` | `{rates.GROUPED_SHARE}` |", "| `GROUPED_SHARE` | `0.99` |")
     assert changed != text
     assert pace_accuracy.page(changed, RUNS) == text
 

@@ -13,20 +13,15 @@ import pytest
 from tightfit.memory.activations import setting_of
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace import pace
-from tightfit.pace.rates import ATTENTION_BACK, GROUPED_SHARE, PRODUCT_SHARE, Rates
+from tightfit.pace.rates import ATTENTION_BACK, DIAGONAL_TOKENS, GROUPED_SHARE, HEAD_SHARES, Card, rates_of
 from tightfit.pace.work import head_time, layer_time
 from tightfit.types import Attention, Block, Checkpointing, Gpu, Hardware, Levers, Lora, ModelShape
 
-FLOPS = Rates(products=1, attention=1, masked_attention=1, traffic=1e30, unpacking=1)
-COUNTING = Gpu(
-    name="counts",
-    vendor="nvidia",
-    arch="sm_90",
-    memory_bytes=2**40,
-    bf16_flops=1 / PRODUCT_SHARE,
-    fp16_flops=1 / PRODUCT_SHARE,
-    memory_bytes_per_s=1e30,
-)
+KERNELS = {"flash": 1, "cudnn": 1, "efficient": 1, "masked_cudnn": 1, "masked_efficient": 1}
+MEMORY = {"memory": 1e30, "casting": 1e30, "reducing": 1e30, "strided": 1e30, "kernel_start_s": 0, "unpacking": 1}
+FLOPS = Card(products=1, product_start_s=0, **KERNELS, **MEMORY)
+UNIT = Gpu(name="one", vendor="nvidia", arch="sm_90", memory_bytes=2**40, bf16_flops=1, memory_bytes_per_s=1e30)
+COUNTING = replace(UNIT, name="counts", bf16_flops=1 / rates_of(Hardware(gpu=UNIT), "bf16").card.products)
 NONE = Checkpointing(layers=0)
 LEVERS = Levers(sequence=512, micro_batch=3)
 TOKENS = 512 * 3
@@ -54,17 +49,23 @@ def attention_flops(block: Block, keys: float) -> float:
     return 4 * TOKENS * keys * block.mixer.heads * block.mixer.head_dim
 
 
-def time_of(model: ModelShape, levers: Levers, rates: Rates = FLOPS) -> tuple[float, float]:
-    layer = layer_time(model.blocks[0], model.hidden_size, setting_of(levers, COUNTING), rates)
+def attention_time(block: Block, keys: float) -> float:
+    """Of a fused kernel without a mask: it computes whole blocks around the diagonal, and narrow heads more slowly."""
+    assert isinstance(block.mixer, Attention)
+    return attention_flops(block, keys + DIAGONAL_TOKENS) / HEAD_SHARES[block.mixer.head_dim]
+
+
+def time_of(model: ModelShape, levers: Levers, card: Card = FLOPS) -> tuple[float, float]:
+    layer = layer_time(model.blocks[0], model.hidden_size, setting_of(levers, COUNTING), card)
     return layer.products, layer.products_back
 
 
 def test_a_layer_is_its_matrices_and_half_of_its_attention() -> None:
     block = (model := shape()).blocks[0]
-    linear, attention = 2 * TOKENS * matrices(block), attention_flops(block, 512 / 2)
+    linear, attention = 2 * TOKENS * matrices(block), attention_time(block, 512 / 2)
     forward, back = time_of(model, LEVERS)
     assert forward == pytest.approx(linear + attention)
-    assert back == pytest.approx(2 * linear + ATTENTION_BACK * attention)
+    assert back == pytest.approx(2 * linear + ATTENTION_BACK["cudnn"] * attention)
 
 
 def test_eager_attention_computes_what_the_mask_hides() -> None:
@@ -80,7 +81,7 @@ def test_a_window_spares_what_it_hides(window: int, keys: float) -> None:
     model = shape(model_type="mistral", sliding_window=window)
     forward, _ = time_of(model, replace(LEVERS, attention="flash"))
     block = model.blocks[0]
-    assert forward == pytest.approx(2 * TOKENS * matrices(block) + attention_flops(block, keys))
+    assert forward == pytest.approx(2 * TOKENS * matrices(block) + attention_time(block, keys))
 
 
 def test_a_mask_spares_nothing() -> None:
@@ -88,7 +89,7 @@ def test_a_mask_spares_nothing() -> None:
     model = shape(model_type="mistral", sliding_window=512)
     forward, _ = time_of(model, LEVERS)
     block = model.blocks[0]
-    assert forward == pytest.approx(2 * TOKENS * matrices(block) + attention_flops(block, 512))
+    assert forward == pytest.approx(2 * TOKENS * matrices(block) + attention_flops(block, 512) / HEAD_SHARES[64])
 
 
 def test_frozen_matrices_have_half_a_backward_pass_and_adapters_a_whole_one() -> None:
@@ -110,10 +111,10 @@ def test_experts_count_the_tokens_that_reach_them() -> None:
     router = [tensor for tensor in block.tensors if tensor.name == "mlp.gate.weight"]
     forward, back = time_of(model, LEVERS)
     experts = 2 * TOKENS * (2 / 8) * stacked / GROUPED_SHARE
-    attention = attention_flops(block, 256)
+    attention = attention_time(block, 256)
     assert router
     assert forward == pytest.approx(2 * TOKENS * others + experts + attention, rel=1e-3)
-    assert back == pytest.approx(2 * (2 * TOKENS * others + experts) + ATTENTION_BACK * attention, rel=1e-3)
+    assert back == pytest.approx(2 * (2 * TOKENS * others + experts) + ATTENTION_BACK["cudnn"] * attention, rel=1e-3)
 
 
 def test_the_head_is_one_product_and_its_two_gradients() -> None:
@@ -130,7 +131,7 @@ def test_the_head_is_one_product_and_its_two_gradients() -> None:
 def test_a_thin_product_takes_as_long_as_its_bytes() -> None:
     """Decoding one token reads every weight for two operations each."""
     model, one = shape(), replace(LEVERS, sequence=1, micro_batch=1)
-    slow_memory = FLOPS._replace(products=1e30, attention=1e30, traffic=1)
+    slow_memory = FLOPS._replace(products=1e30, cudnn=1e30, memory=1)
     forward, _ = time_of(model, one, slow_memory)
     assert forward == pytest.approx(2 * matrices(model.blocks[0]), rel=0.01)
 
@@ -149,9 +150,10 @@ def test_recomputation_is_a_forward_pass_of_the_layers() -> None:
     model, hardware = shape(), Hardware(gpu=COUNTING)
     again = pace(model, LEVERS, hardware).causes
     once = pace(model, replace(LEVERS, checkpointing=NONE), hardware).causes
-    forward, _ = time_of(model, LEVERS, FLOPS._replace(attention=0.5 / PRODUCT_SHARE))
+    setting = setting_of(LEVERS, COUNTING)
+    layer = layer_time(model.blocks[0], model.hidden_size, setting, rates_of(hardware, "bf16").card)
     assert "recomputation" not in once
-    assert again["recomputation"] == pytest.approx(4 * forward)
+    assert again["recomputation"] == pytest.approx(4 * (layer.products + layer.traffic))
     assert again["arithmetic"] == pytest.approx(once["arithmetic"])
 
 

@@ -50,6 +50,7 @@ class Reached:
     products: Figure  # share of the card's stated dense 16-bit peak, by large products one by one
     memory: Figure  # share of the stated bandwidth of the card's memory, by copies
     link: Figure  # bus bandwidth of large collectives inside a node
+    link_through_host: bool  # they pass through the host's memory, as its own copies do
     network: Figure  # what one node is joined to the others by, as sold or as the user says
     network_share: Figure  # of that, reached by large collectives across nodes
     host_link: Figure  # pinned copies between the host and one GPU, while the others are quiet
@@ -81,6 +82,7 @@ def _reached(gpu: Gpu, gpus: int, network_bytes_per_s: float | None, link_given:
         products=_find("products", keys),
         memory=_find("memory", keys),
         link=_find_link(gpu, card, gpus, link_given=link_given),
+        link_through_host=(gpu.link or "pcie4") in PCIE_LANE_GB_S and not _is_peer(card),
         network=_find_network(card, keys, gpus, network_bytes_per_s),
         network_share=_find("network share", keys),
         host_link=_find_host_link(gpu, card, keys, gpus),
@@ -95,14 +97,18 @@ def _reached(gpu: Gpu, gpus: int, network_bytes_per_s: float | None, link_given:
 def _find_link(gpu: Gpu, card: CatalogueCard | None, gpus: int, *, link_given: bool) -> Figure:
     link, rate = gpu.link or "pcie4", gpu.link_bytes_per_s or 16e9 * PCIE_LANE_GB_S["pcie4"]
     if link in PCIE_LANE_GB_S:
-        is_peer = card is not None and card.kind in ("server", "workstation")
-        return _table()["link"]["pcie peer" if is_peer else "pcie host"].times(rate)
+        return _table()["link"]["pcie peer" if _is_peer(card) else "pcie host"].times(rate)
     if link == "nvlink" and card is not None and card.gpu.link != "nvlink" and card.nvlink_bytes_per_s is not None:
         return _table()["link"]["bridge"].times(rate)
     if gpu.arch in MESHED and not link_given:  # a GPU has one link to each of the others, and uses those that take part
         rate *= min(max(gpus, 2), FULL_NODE) - 1
         rate /= FULL_NODE - 1
     return _table()["link"][link].times(rate)
+
+
+def _is_peer(card: CatalogueCard | None) -> bool:
+    """Whether the driver lets such cards copy to each other over PCIe."""
+    return card is not None and card.kind in ("server", "workstation")
 
 
 def _find_network(card: CatalogueCard | None, keys: list[str], gpus: int, said: float | None) -> Figure:

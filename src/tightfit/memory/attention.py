@@ -142,9 +142,12 @@ def _norm(ops: Operations, x: Slot, shape: Attention, heads: int) -> Slot:
 def _rotate(ops: Operations, q: Slot, k: Slot, shape: Attention) -> tuple[Slot, Slot]:
     turned = _rotate_one(ops, q, shape), _rotate_one(ops, k, shape)
     if _joins(shape):  # cat with the part that is not rotated, be it empty; backwards, its gradient is laid into zeros
-        turned = ops.tape.op((turned[0], q), q.size), ops.tape.op((turned[1], k), k.size)
+        turned = (
+            ops.tape.op((turned[0], q), q.size, access="parts"),
+            ops.tape.op((turned[1], k), k.size, access="parts"),
+        )
     elif shape.rotary_fp32:
-        turned = ops.tape.op((turned[0],), q.size), ops.tape.op((turned[1],), k.size)
+        turned = ops.tape.op((turned[0],), q.size, access="cast"), ops.tape.op((turned[1],), k.size, access="cast")
     ops.tape.hold(q, k)
     if _joins(shape) and not shape.fused_qkv:
         ops.local += (q, k)  # stablelm has variables for the parts
@@ -156,7 +159,9 @@ def _rotate_one(ops: Operations, x: Slot, shape: Attention) -> Slot:
     part = x.size if shape.rotary_dim is None else x.size * shape.rotary_dim // shape.head_dim
     if shape.rotary_fp32:
         part = part * FP32 // ops.setting.width
-    return ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part)
+    # Forwards two products, a negated half, a join and a sum; backwards two halves that are laid into zeros and added.
+    moves = {"access": "parts", "again": 4 * part, "again_back": 9 * part}
+    return ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part, **moves)
 
 
 def _joins(shape: Attention) -> bool:
@@ -244,14 +249,14 @@ def _math(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
 
 def _token_order(ops: Operations, context: Slot, shape: Attention) -> Slot:
     """transpose(1, 2).contiguous(): a copy only where the query was contiguous head by head."""
-    return ops.tape.op((context,), context.size) if _joins(shape) else context
+    return ops.tape.op((context,), context.size, access="parts") if _joins(shape) else context
 
 
 def _repeat(ops: Operations, x: Slot, shape: Attention) -> Slot:
     """repeat_kv: a copy for every head; nothing where each query head has its own."""
     if shape.kv_heads == shape.heads:
         return x
-    return ops.tape.op((x,), x.size * shape.heads // shape.kv_heads)
+    return ops.tape.op((x,), x.size * shape.heads // shape.kv_heads, access="parts")
 
 
 def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
@@ -284,7 +289,7 @@ def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
 
 
 def _by_head(ops: Operations, x: Slot) -> Slot:
-    return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size)
+    return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size, access="parts")
 
 
 _KERNELS: Mapping[Kernel, Callable[[Operations, Slot, Slot, Slot, Attention], Slot]] = {

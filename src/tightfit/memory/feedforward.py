@@ -89,7 +89,7 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     inner, rows = shape.intermediate, shape.top_k
     index = ops.size(rows, INT64)
     order = tape.op((), 2 * index)  # sorted expert numbers, and where each came from; variables both
-    gathered = tape.op((x,), ops.size(rows * hidden), makes=(index,))
+    gathered = tape.op((x,), ops.size(rows * hidden), makes=(index,), access="parts")
     weights = tape.op((scores,), scores.size, makes=(index,))
     gate_up = _multiply_experts(ops, gathered, shape, (2 * inner, hidden), 2 * setting.lora_rank)
     gate, up = tape.split(gate_up, (ops.size(rows * inner), ops.size(rows * inner)))
@@ -98,7 +98,7 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     width = FP32 if shape.scores_fp32 else setting.width
     wide = ops.size(rows * hidden, width)
     weighted = tape.op((down, weights), wide, saves=(down, weights), backward_temp=2 * wide - down.size)
-    restored = tape.op((weighted,), wide, makes=(index,))
+    restored = tape.op((weighted,), wide, makes=(index,), access="parts")
     summed = tape.op((restored,), ops.size(hidden, width))
     out = ops.cast(summed, hidden, setting.width)
     tape.hold(x, scores, order, gathered, weights, down)

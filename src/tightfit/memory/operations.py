@@ -186,7 +186,7 @@ class Operations:
     def cast(self, x: Slot, features: int, width: int) -> Slot:
         """`.to(dtype)`: a new tensor, or the same one where the precision is the same."""
         size = self.size(features, width)
-        return x if size == x.size else self.tape.op((x,), size)
+        return x if size == x.size else self.tape.op((x,), size, access="cast")
 
     def dropout(self, x: Slot, width: int | None = None) -> Slot:
         """CUDA's fused dropout keeps a byte an element."""
@@ -248,6 +248,6 @@ class Operations:
     def normalise(self, x: Slot, rows: int) -> Slot:
         """x · rsqrt(mean(x²) + eps), in fp32."""
         square = self.power(x)
-        mean = self.tape.op((square,), self.size(rows, FP32))
+        mean = self.tape.op((square,), self.size(rows, FP32), access="rows")
         inverse = self.output_saving(self.plus_constant(mean))
         return self.tape.op((x, inverse), x.size, saves=(x, inverse), backward_temp=x.size)

@@ -20,8 +20,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
+Access = Literal["plain", "cast", "rows", "parts"]
+"""How an operation's kernels go through memory, which decides how fast: element by element, with another width, summing
+rows up, or over parts of rows that lie apart."""
 Turn = tuple[int, int, int]
 """Of one module: what is held when it is called, the most while it runs, and the most from then to the next call."""
 Turns = tuple[tuple[Turn, ...], tuple[Turn, ...], tuple[Turn, ...]]
@@ -58,6 +61,10 @@ class Op:
     grad_sizes: tuple[int, ...] | None = None  # gradients of the inputs where they are not as large as the inputs
     product: bool = False
     """A matrix product or a kernel around one: the arithmetic is its time, its bytes pass meanwhile."""
+    access: Access = "plain"
+    again: int = 0
+    """Bytes that pass through memory in its forward beyond its inputs, its outputs and its temporaries twice."""
+    again_back: int = 0  # likewise in its backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +125,13 @@ class Tape:
     def view(self, x: Slot, *, size: int | None = None, copies_grad: bool = False) -> Slot:
         """Another look at the same storage. `copies_grad`: on the way back a fresh tensor as large as x."""
         output = Slot(x.size if size is None else size, x.grad, x)
-        self.ops.append(Op((x,), (output,), passes=not copies_grad))
+        self.ops.append(Op((x,), (output,), passes=not copies_grad, access="parts"))
         return output
 
     def split(self, x: Slot, sizes: tuple[int, ...]) -> tuple[Slot, ...]:
         """Views of parts of x; on the way back their gradients are joined into a fresh one."""
         outputs = tuple([Slot(size, x.grad, x) for size in sizes])
-        self.ops.append(Op((x,), outputs))
+        self.ops.append(Op((x,), outputs, access="parts"))
         return outputs
 
     def called(self, name: str, since: int) -> None:

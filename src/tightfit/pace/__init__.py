@@ -2,8 +2,12 @@
 
 A step is passes over micro batches, then the optimizer. In each pass three things run beside each other: the
 GPU computes, the host launches what the GPU will compute, and collectives move shards. The pass takes as long
-as the slowest of them, and what runs beside the computation still costs it something. The
-optimizer's step waits for a norm in its middle, so there the host's time and the GPU's add up.
+as the slowest of them, and what runs beside the computation still costs it something; launches that are ahead of the
+GPU at the end of the forward pass are ahead in the backward pass too. The optimizer's step waits for a norm in its
+middle, so there the host's time and the GPU's add up.
+
+Each rate may be off by its spread (`rates.py`); a pace tells what each of them leaves open, and its range is all of that
+together.
 
 `rates.py` holds every constant with its source, `work.py` what a layer computes, and all of them together,
 `engines.py` what each engine adds. `clock.py` has the times of many ways at once.
@@ -11,37 +15,74 @@ optimizer's step waits for a norm in its middle, so there the host's time and th
 
 from __future__ import annotations
 
+from math import hypot
+
 from tightfit.pace import engines
 from tightfit.pace.clock import Clock, KernelChoice
-from tightfit.pace.rates import assumptions, rates_of
+from tightfit.pace.rates import MODEL_SPREAD, Rates, assumptions, know_rates, rates_of, slow_down
 from tightfit.pace.work import passes_of
-from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace
+from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
-__all__ = ["Clock", "KernelChoice", "pace"]
+__all__ = ["Clock", "KernelChoice", "pace", "step_seconds"]
+
+LEAST_OPEN = 0.002
+"""A rate that leaves less than this share of a step open is not reported."""
 
 
 def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool = False) -> Pace:
-    """Seconds of one optimizer step, and tokens a second of all GPUs together.
+    """Seconds of one optimizer step, and tokens a second of all GPUs together, with their range.
 
     `rehearsal`: one rank alone poses as one of many: nothing is communicated, and the host is not shared.
     """
-    rates = rates_of(hardware.gpu, levers.precision)
+    rates, known = know_rates(hardware, levers.precision, rehearsal=rehearsal)
+    causes = _causes(shape, levers, hardware, rates, rehearsal=rehearsal)
+    step_s = sum(causes.values())
+    used: dict[str, RateUsed] = {}
+    for name, each in known.items():
+        slower = slow_down(rates, name, 1 + each.spread)
+        open_s = sum(_causes(shape, levers, hardware, slower, rehearsal=rehearsal).values()) - step_s
+        if open_s > LEAST_OPEN * step_s:
+            used[name] = RateUsed(value=each.value, source=each.source, spread=each.spread, open_s=open_s, on=each.on)
+    # Rates are off independently of each other, and so is the model.
+    apart = hypot(MODEL_SPREAD, *[each.open_s / step_s for each in used.values()])
+    tokens = levers.micro_batch * levers.accumulation * levers.sequence * hardware.world
+    return Pace(
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        causes=causes,
+        low_s=step_s / (1 + apart),
+        high_s=step_s * (1 + apart),
+        rates=dict(sorted(used.items(), key=lambda item: -item[1].open_s)),
+        because=assumptions(hardware, levers),
+    )
+
+
+def step_seconds(shape: ModelShape, levers: Levers, hardware: Hardware) -> float:
+    """`pace(...).step_s` alone, for a search."""
+    return sum(_causes(shape, levers, hardware, rates_of(hardware, levers.precision), rehearsal=False).values())
+
+
+def _causes(
+    shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool
+) -> dict[Cause, float]:
+    """Seconds of a step by cause, the longest first."""
     again = levers.checkpointing.layers
     recomputing = shape.n_layers if again is None else again
     passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=recomputing)
-    traffic = engines.traffic(shape, levers, hardware, rehearsal=rehearsal)
+    traffic = engines.traffic(shape, levers, hardware, rates, rehearsal=rehearsal)
     step = engines.step(shape, levers, hardware, rates, rehearsal=rehearsal)
     times, reductions = levers.accumulation, traffic.reductions(levers.accumulation)
-    gpu, host = passes.forward_gpu + traffic.copied, passes.host + traffic.host
+    gpu = passes.forward_gpu + traffic.copied
     gpu_back, host_back = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
-    collectives, host_link = traffic.waiting(max(gpu, host), traffic.gathered)
+    busy, busy_back = passes.busy(traffic), max(gpu_back, host_back - passes.lead(traffic))
+    collectives, host_link = traffic.waiting(busy, traffic.gathered)
     collectives_back, host_link_back = traffic.waiting_back(max(gpu_back, host_back), times)
-    # What the host takes longer than the GPU is launch overhead.
+    # What the GPU waits for launches is launch overhead.
     entries: list[tuple[Cause, float]] = [
         ("arithmetic", times * passes.products),
         ("memory traffic", times * (passes.traffic + traffic.copied)),
         ("dequantisation", times * passes.unpacking),
-        ("launch overhead", times * (host - gpu)),
+        ("launch overhead", times * (busy - gpu)),
         ("communication", times * collectives),
         ("host link", times * host_link),
         ("host link", times * traffic.kept_out),
@@ -49,7 +90,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
         ("memory traffic", times * (passes.traffic_back + traffic.copied_back)),
         ("dequantisation", times * passes.unpacking_back),
         ("recomputation", times * passes.recomputed),
-        ("launch overhead", times * (host_back - gpu_back)),
+        ("launch overhead", times * (busy_back - gpu_back)),
         ("communication", collectives_back),
         ("host link", host_link_back),
         ("host link", times * traffic.kept_out + reductions * traffic.to_host),
@@ -64,11 +105,4 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
     for cause, seconds in entries:
         if seconds > 0:
             causes[cause] = causes.get(cause, 0.0) + seconds
-    step_s = sum(causes.values())
-    tokens = levers.micro_batch * levers.accumulation * levers.sequence * hardware.world
-    return Pace(
-        step_s=step_s,
-        tokens_per_s=tokens / step_s,
-        causes=dict(sorted(causes.items(), key=lambda item: -item[1])),
-        because=assumptions(hardware, levers),
-    )
+    return dict(sorted(causes.items(), key=lambda item: -item[1]))

@@ -39,11 +39,11 @@ class Clock:
     def __init__(self, shape: ModelShape, strategy: Levers, hardware: Hardware) -> None:
         self.shape, self.hardware = shape, hardware
         self.strategy = replace(strategy, checkpointing=Checkpointing(layers=0))
-        self.rates = rates_of(hardware.gpu, strategy.precision)
+        self.rates = rates_of(hardware, strategy.precision)
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
         self._traffic: dict[Buckets, Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}
-        self._busy: dict[tuple[Computed, float, float], list[float]] = {}
+        self._back: dict[tuple[Computed, float, float, float], tuple[list[float], list[float]]] = {}
 
     def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
         """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all.
@@ -58,18 +58,19 @@ class Clock:
         fixed += traffic.reductions(micro_batches) * traffic.to_host
         if not traffic.overlaps:
             fixed += traffic.reductions(micro_batches) * traffic.reduced
-        busy = self._busy.get((computed, traffic.copied_back, traffic.host)) or self._busy_back(rest, choice)
+        moved = traffic.copied, traffic.copied_back, traffic.host
+        busy, net = self._back.get((computed, *moved)) or self._backward(rest, choice)
         waited = traffic.waited_back(micro_batches)
         hidden = bisect_right(busy, traffic.hidden_s)  # a deeper pass is longer
         most = waited(busy[-1])
-        times = [fixed + micro_batches * seconds + waited(seconds) for seconds in busy[:hidden]]
-        return times + [fixed + micro_batches * seconds + most for seconds in busy[hidden:]]
+        times = [fixed + micro_batches * net[depth] + waited(busy[depth]) for depth in range(hidden)]
+        return times + [fixed + micro_batches * seconds + most for seconds in net[hidden:]]
 
     def least_s(self, sequences: int) -> float:
         """So many sequences take no less on one GPU, in whatever micro batches; rounded down a little, since it is
         compared with what was summed up otherwise."""
         setting = setting_of(replace(self.strategy, micro_batch=sequences), self.hardware.gpu)
-        return least_products_s(self.shape, setting, self.rates, frozen_of(self.strategy)) * (1 - 1e-9)
+        return least_products_s(self.shape, setting, self.rates.card, frozen_of(self.strategy)) * (1 - 1e-9)
 
     def own_s(self, rest: Levers, choice: KernelChoice) -> float:
         """What the GPU itself computes and moves in a step in which nothing recomputes."""
@@ -81,7 +82,7 @@ class Clock:
     def _traffic_of(self, buckets: Buckets) -> Traffic:
         if buckets not in self._traffic:
             asked = replace(self.strategy, buckets=buckets)
-            self._traffic[buckets] = engines.traffic(self.shape, asked, self.hardware, rehearsal=False)
+            self._traffic[buckets] = engines.traffic(self.shape, asked, self.hardware, self.rates, rehearsal=False)
         return self._traffic[buckets]
 
     def _passes_of(self, rest: Levers, choice: KernelChoice) -> PassTimes:
@@ -92,30 +93,32 @@ class Clock:
             self._passes[key] = passes_of(self.shape, levers, self.hardware.gpu, self.rates, recomputing=0)
         return self._passes[key]
 
-    def _busy_back(self, rest: Levers, choice: KernelChoice) -> list[float]:
-        """Seconds of one backward pass at every depth: those of the GPU or of the host, whichever takes longer."""
+    def _backward(self, rest: Levers, choice: KernelChoice) -> tuple[list[float], list[float]]:
+        """Seconds of one backward pass at every depth, those of the GPU or of the host, whichever takes longer; and the
+        same less what launches are ahead."""
         passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(choice.buckets), choice.over(rest)
         shape, frozen = self.shape, frozen_of(levers)
         setting = setting_of(levers, self.hardware.gpu)
-        layers = [layer_time(block, shape.hidden_size, setting, self.rates) for block in shape.blocks]
+        layers = [layer_time(block, shape.hidden_size, setting, self.rates.card) for block in shape.blocks]
         again = [
             (
                 layer.products + layer.traffic + layer.unpacking,
-                layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules),
+                self.rates.launch * (layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules)),
             )
             for layer in layers
         ]
         gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
-        each = traffic.host / shape.n_layers
-        busy = [max(gpu, host)]
+        each, lead = traffic.host / shape.n_layers, passes.lead(traffic)
+        busy, net = [max(gpu, host)], [max(gpu, host - lead)]
         for index, kind in enumerate(shape.pattern):
             host += each
             if index >= frozen:
                 gpu += again[kind][0]
                 host += again[kind][1]
             busy.append(gpu if gpu > host else host)
-        self._busy[_computing_key(rest, choice), traffic.copied_back, traffic.host] = busy
-        return busy
+            net.append(gpu if gpu > host - lead else host - lead)
+        self._back[_computing_key(rest, choice), traffic.copied, traffic.copied_back, traffic.host] = busy, net
+        return busy, net
 
 
 def _computing_key(rest: Levers, choice: KernelChoice) -> Computed:

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.hardware.reached import reached
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import activations
 from tightfit.memory.optimizers import state_bytes
 from tightfit.pace import rates as constants
-from tightfit.pace.rates import Rates, host_link_of
+from tightfit.pace.rates import Rates
 from tightfit.types import Hardware, Levers, ModelShape
 
 FP32 = 4
@@ -40,6 +41,8 @@ class PassTimes(NamedTuple):
     unpacking_back: float
     recomputed: float
     host_back: float
+    head: float  # of the forward pass, the head and its loss on the GPU
+    head_host: float
 
     @property
     def forward_gpu(self) -> float:
@@ -49,9 +52,20 @@ class PassTimes(NamedTuple):
     def back_gpu(self) -> float:
         return self.products_back + self.traffic_back + self.unpacking_back + self.recomputed
 
+    def busy(self, traffic: Traffic) -> float:
+        """A forward pass: the GPU waits for launches, layer by layer, and what it has left to do at the end, most often
+        the head's, nothing hides."""
+        gpu, host = self.forward_gpu + traffic.copied, self.host + traffic.host
+        return max(max(gpu - self.head, host - self.head_host) + self.head, host)
+
+    def lead(self, traffic: Traffic) -> float:
+        """How far the launches are ahead of the GPU when the forward pass is over. Where weights are fetched, launches
+        wait for them."""
+        return 0.0 if traffic.gathered or traffic.from_host else self.busy(traffic) - self.host - traffic.host
+
     def forward_s(self, traffic: Traffic) -> float:
         """A forward pass with all that it waits for."""
-        busy = max(self.forward_gpu + traffic.copied, self.host + traffic.host)
+        busy = self.busy(traffic)
         return busy + sum(traffic.waiting(busy, traffic.gathered))
 
 
@@ -62,6 +76,7 @@ class Traffic(NamedTuple):
     reduced: float
     overlaps: bool  # reductions run beside the backward pass
     copy_cost: float  # what copies from the host cost the computation beside which they run, of their own time
+    shares_host: bool  # collectives pass through the host's memory and lanes, so that copies from there wait for them
     each_time: bool
     """They follow every micro batch, not only the last; gradients leave for the host when they are reduced."""
     updated: float
@@ -78,10 +93,9 @@ class Traffic(NamedTuple):
 
     def waiting(self, busy: float, moved: float) -> tuple[float, float]:
         """What a pass of `busy` seconds waits for collectives of `moved` seconds, and for the host link."""
-        return (
-            _beside(moved, busy, constants.COLLECTIVE_COST),
-            _beside(self.from_host, max(busy, moved), self.copy_cost),
-        )
+        longest, queued = max(busy, moved), moved if self.shares_host else 0.0
+        copies = max(0.0, queued + self.from_host - longest) + self.copy_cost * min(self.from_host, longest)
+        return _beside(moved, busy, constants.COLLECTIVE_COST), copies
 
     def waiting_back(self, busy: float, accumulation: int) -> tuple[float, float]:
         """Likewise all backward passes of a step together."""
@@ -95,13 +109,16 @@ class Traffic(NamedTuple):
         """The sum of `waiting_back` as a function of the busy seconds alone: a search asks it thousands of times."""
         rounds = self._rounds(accumulation)
         linked, cost, copy_cost = self.from_host, constants.COLLECTIVE_COST, self.copy_cost
+        share = 1.0 if self.shares_host else 0.0
 
         def waited(busy: float) -> float:
             total = 0.0
             for count, moved in rounds:
                 beside = cost * moved if moved < busy else moved - busy + cost * busy
                 longest = busy if busy > moved else moved
-                beside += copy_cost * linked if linked < longest else linked - longest + copy_cost * longest
+                queued = share * moved + linked
+                beside += queued - longest if queued > longest else 0.0
+                beside += copy_cost * (linked if linked < longest else longest)
                 total += count * beside
             return total
 
@@ -110,7 +127,8 @@ class Traffic(NamedTuple):
     @property
     def hidden_s(self) -> float:
         """All that is moved beside a backward pass that takes longer than this costs it the same, however long."""
-        return max(self.gathered + (self.reduced if self.overlaps else 0.0), self.from_host)
+        moved = self.gathered + (self.reduced if self.overlaps else 0.0)
+        return moved + self.from_host if self.shares_host else max(moved, self.from_host)
 
     def _rounds(self, accumulation: int) -> list[tuple[int, float]]:
         """The backward passes of a step, of which some or all reduce gradients: how many move how long."""
@@ -143,19 +161,19 @@ def _count_tensors_to_gather(shape: ModelShape, threshold: int) -> int:
     return sum(1 for tensor in shape.tensors if tensor.numel > threshold)
 
 
-def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool) -> Traffic:
+def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> Traffic:
     weights = weights_of.of(shape, levers)
     world, trained = hardware.world, weights.trainable_numel * weights.trainable_width
     sharded = levers.shards_parameters
-    link = _Links(hardware, rehearsal)
-    traffic_rate = constants.rates_of(hardware.gpu, levers.precision).traffic
+    link = _Links(hardware, rates, rehearsal)
+    memory, launch = rates.card.memory, rates.launch
     # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
     # every group out for its collectives and back, where ZeRO copies gradients into buckets.
-    gathers, copied, copied_back = 0, 0.0, 2 * trained / traffic_rate
+    gathers, copied, copied_back = 0, 0.0, 2 * trained / memory
     gather_s = constants.GATHER_S + (constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0)
     if levers.is_fsdp2:
         gathers, gather_s = shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
-        copied, copied_back = 2 * weights.bytes / traffic_rate, (2 * weights.bytes + 3 * trained) / traffic_rate
+        copied, copied_back = 2 * weights.bytes / memory, (2 * weights.bytes + 3 * trained) / memory
     elif sharded:
         gathers = _count_tensors_to_gather(shape, levers.buckets.persistence_threshold)
     whole = weights.bytes if sharded else 0
@@ -170,14 +188,15 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
     if levers.offload_optimizer != "none":
         # Each rank's share of the gradients, in fp32.
         own = -(-len(weights.trainable) // world) if levers.engine in ("zero1", "zero2") else len(weights.trainable)
-        copies = own * constants.OFFLOADED_GRADIENT_S[levers.engine]
+        copies = own * launch * constants.OFFLOADED_GRADIENT_S[levers.engine]
         to_host = link.host(FP32 * weights.trainable_numel // world) + copies
-    host, again = gathers * gather_s, levers.checkpointing.layers
+    host, again = gathers * launch * gather_s, levers.checkpointing.layers
     return Traffic(
         gathered=link.ring(whole, world) + link.latency(gathers),
         reduced=(1 if sharded else 2) * (link.ring(gradients, world) + link.latency(buckets)),
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
+        shares_host=reached(hardware).link_through_host and not link.is_alone,
         each_time=levers.shards_parameters or levers.stage == 2,
         updated=link.ring(trained, world) if levers.engine in ("zero1", "zero2") else 0.0,
         copied=copied,
@@ -193,53 +212,53 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal:
 class _Links:
     """Bytes to seconds, between GPUs and to the host."""
 
-    def __init__(self, hardware: Hardware, rehearsal: bool) -> None:
-        gpu = hardware.gpu
-        self._alone = rehearsal or hardware.world == 1
+    def __init__(self, hardware: Hardware, rates: Rates, rehearsal: bool) -> None:
+        self.is_alone = rehearsal or hardware.world == 1
         self._ranks = 1 if rehearsal else hardware.gpus_per_node
-        link = gpu.link or "pcie4"
-        inside = (gpu.link_bytes_per_s or constants.HOST_LINKS["pcie4"]) * constants.LINK_SHARE[link]
-        self._bandwidth = min(inside, constants.NETWORK_BYTES_PER_S) if hardware.nodes > 1 else inside
-        self._latency = constants.NETWORK_COLLECTIVE_S if hardware.nodes > 1 else constants.COLLECTIVE_S
-        self._host = min(host_link_of(gpu), constants.HOST_MEMORY_BYTES_PER_S / self._ranks)
+        self._rates = rates
+        across = hardware.nodes > 1
+        inside = rates.link if hardware.gpus_per_node > 1 or not across else rates.network
+        self._bandwidth = min(inside, rates.network) if across else inside
+        self._latency = rates.network_latency_s if across else rates.link_latency_s
 
     def ring(self, size: int, world: int) -> float:
-        """An all-gather or reduce-scatter of this much in all: every rank passes on all but its own part."""
-        return 0.0 if self._alone else size * (world - 1) / world / self._bandwidth
+        """An all-gather or reduce-scatter of this much in all: every rank passes on all but its own part. Rings cross
+        from node to node through all NICs at once."""
+        return 0.0 if self.is_alone else size * (world - 1) / world / self._bandwidth
 
     def latency(self, collectives: int) -> float:
-        return 0.0 if self._alone else collectives * self._latency
+        return 0.0 if self.is_alone else collectives * self._latency
 
     def host(self, size: int) -> float:
-        return size / self._host
+        return size / self._rates.host_link
 
     def nvme(self, size: int) -> float:
         """The drive is one for all ranks of the node."""
-        return size * self._ranks / constants.NVME_READ_BYTES_PER_S
+        return size * self._ranks / self._rates.nvme_read
 
 
 def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> StepTime:
     weights = weights_of.of(shape, levers)
-    link = _Links(hardware, rehearsal)
+    link = _Links(hardware, rates, rehearsal)
     world = hardware.world if levers.engine != "zero0" else 1
     numel = -(-weights.trainable_numel // world)
-    launches = len(weights.trainable) * constants.STEP_PARAMETER_S[levers.engine]
+    launches = len(weights.trainable) * rates.launch * constants.STEP_PARAMETER_S[levers.engine]
     if levers.offload_optimizer == "none":
         if levers.optimizer == "adafactor":
             launches *= 4  # written in Python, several kernels a tensor
         # 8-bit states are a quarter; without master weights there is nothing to cast.
         saved = {"adamw8bit": 12, "paged_adamw8bit": 12, "sgd": 16, "adafactor": 8}.get(levers.optimizer, 0)
         moved = STEP_BYTES - saved - (0 if levers.master_weights else 12)
-        return StepTime(numel * moved / rates.traffic, launches, 0.0, 0.0)
+        return StepTime(numel * moved / rates.card.memory, launches, 0.0, 0.0)
     ranks = 1 if rehearsal else hardware.gpus_per_node
-    seconds = numel * ranks / constants.HOST_ADAM_PARAMETERS_PER_S
-    seconds += numel * ranks * constants.HOST_STEP_BYTES / constants.HOST_COPY_BYTES_PER_S
+    moved = constants.HOST_ADAM_BYTES + constants.HOST_STEP_BYTES / constants.HOST_PASS_SHARE
     if levers.is_fsdp2:
-        seconds = numel * ranks * constants.FSDP2_STEP_S_PER_PARAMETER
+        moved = constants.FSDP2_STEP_BYTES
     elif levers.stage == 3 and levers.offload_param == "none":
-        seconds += numel * ranks * constants.ZERO3_STEP_S_PER_PARAMETER
+        moved += constants.ZERO3_STEP_BYTES / constants.HOST_PASS_SHARE
+    seconds = numel * moved / rates.host_optimizer
     linked = 0.0 if levers.offload_param != "none" else link.host(numel * weights.trainable_width)
     if levers.offload_optimizer == "nvme":
         states = (state_bytes(levers.optimizer, numel, FP32, flat=True) + FP32 * numel) * ranks
-        linked += states / constants.NVME_READ_BYTES_PER_S + states / constants.NVME_WRITE_BYTES_PER_S
+        linked += states / rates.nvme_read + states / rates.nvme_write
     return StepTime(0.0, launches, seconds, linked)

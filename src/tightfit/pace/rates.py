@@ -1,40 +1,78 @@
-"""The constants of the pace model, each with its source, and the rates of a card that follow from them.
+"""What a machine reaches: the constants of the pace model with their sources, and the rates that follow from them.
 
-Two sources. *Measured*: one H200 (torch 2.11, DeepSpeed 0.19.8) with 16 cores of an Intel Xeon beside it;
-`benchmarks/measure_rates.py` and `benchmarks/measure_peaks.py` made the figures, which stand in
-`benchmarks/data/`. *Assumed*: nobody measured it here; the plan says so where it matters.
+A rate comes from the best that is known: a finished run (`Hardware.taught`), `tightfit measure` (`Hardware.measured`),
+the user's word, or what such machines reach where nothing was measured (`hardware/reached.py`, with its sources). Each
+carries how far it may be off, and the pace has its range from that.
 
-A card's own peaks come from the catalogue. What share of them is reached was measured on the H200 alone and
-is taken to be the same elsewhere; what the host costs (launches, hooks) is taken to be that of the measured host.
+The constants below were measured on one H200 (torch 2.11, DeepSpeed 0.19.8) with 16 cores of an Intel Xeon beside it,
+unless another source is named; `benchmarks/data/` has the figures. Those of kernels are shares or limits that are
+carried over to other cards; those of the host are scaled by `launch`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.hardware.reached import Figure, Reached, reached
 from tightfit.messages import Message
-from tightfit.types import Gpu, Hardware, Levers, Precision
+from tightfit.types import Gpu, Hardware, Levers, Precision, RateSource
 
 # --- the GPU ------------------------------------------------------------------------------------
 
-PRODUCT_SHARE = 0.71
-"""Of the stated peak, reached by large 16-bit matrix products. Measured: 690-790 of 989 TFLOP/s one by one, the
-lower end of it within a training step."""
+IN_STEP = {"sm_90": 0.89, "": 0.95}
+"""Of what large products reach one by one, what they reach in a training step, between other kernels and with the card
+warm. sm_90: measured, 700 of 790 TFLOP/s over whole steps, 730-780 in single layers, before power limits it. Others,
+whom it limits less: published steps of llm-foundry and torchtitan on A100s, up to 2048 tokens."""
 GROUPED_SHARE = 0.6
 """Of that, reached by the grouped product of a mixture of experts. Measured on one model."""
-KERNEL_S = 4e-6
+PRODUCT_START_S = 4e-6
 """Start and tail of one product, in which the card is not full: what makes small products slow. Measured."""
-ATTENTION_SHARE = 0.5
-"""Of the stated peak, reached by flash attention at 4096 tokens and more. Measured: 415-600 TFLOP/s."""
-MASKED_ATTENTION_SHARE = 0.25
-"""Likewise by the kernel that a sliding window's mask falls back to. Measured on one model."""
-ATTENTION_KERNEL_S = 40e-6
-"""What a short sequence adds. Measured: 329 TFLOP/s at 2048 tokens, 70 at 512."""
-ATTENTION_BACK = 3.3
-"""Time of attention's backward pass over its forward. Measured: 2.9-3.7 (its arithmetic is 2.5 times)."""
-TRAFFIC_SHARE = 0.62
-"""Of the stated memory bandwidth, over copies (0.85), casts and softmaxes (0.42). Measured."""
+KERNEL_START_S = 1.5e-6
+"""Likewise of a kernel that is no product, and the gap to the next. Measured."""
+
+ATTENTION_SHARES = {
+    "flash": {"sm_90": 0.35, "sm_100": 0.17, "sm_80": 0.72, "gfx942": 0.35, "": 0.85},
+    "cudnn": {"sm_90": 0.69, "sm_100": 0.6, "": 0.6},
+    "efficient": {"sm_90": 0.175, "sm_100": 0.09, "sm_80": 0.33, "": 0.4},
+    "masked_cudnn": {"sm_90": 0.35, "sm_100": 0.3, "": 0.3},
+    "masked_efficient": {"sm_90": 0.129, "sm_100": 0.065, "sm_80": 0.24, "": 0.3},
+}
+"""Of the stated peak, reached by each kernel on long sequences with heads of 128. sm_90: measured. sm_80 and flash on
+GeForce: the FlashAttention-2 paper, 225 TFLOP/s on an A100, 335-350 on an H100, and its authors' figures for the 3090
+and 4090. The others are taken to be as far from flash as on sm_90."""
+DIAGONAL_TOKENS = 400
+"""Keys that a causal kernel computes beyond half of them for each query, in blocks that the diagonal cuts, and what a
+short sequence leaves idle. Measured: 285-530, from 1024 to 16384 tokens, cuDNN and flash."""
+HEAD_SHARES = {32: 0.5, 64: 0.77, 80: 0.66, 96: 0.78, 112: 0.88}
+"""What heads of other widths reach of it. Measured; narrower than 64 assumed."""
+ATTENTION_BACK = {"flash": 2.7, "cudnn": 2.95, "efficient": 3.25, "masked_cudnn": 2.92, "masked_efficient": 2.55}
+"""Time of attention's backward pass over its forward. Measured. Its arithmetic is 2.5 times."""
+WIDE_EFFICIENT_BACK = 9.0
+"""The same of PyTorch's memory-efficient kernel with heads wider than 128. Measured: 8.8-10.6."""
+
+CASTING_BYTES_PER_S = 2.1e12
+"""Casts between 16 and 32 bits on an H200, whose memory is faster than its kernels: bound by instructions. Measured."""
+REDUCING_BYTES_PER_S = 2.5e12
+"""Likewise means over rows. Measured."""
+STRIDED_BYTES_PER_S = 1.05e12
+"""Likewise kernels over parts of rows: rotary embedding, joining. Measured."""
+CLOCKS_OF_H200 = 989.4e12 / 4096
+"""Multiprocessors times clock, to which those limits are proportional."""
+FLOPS_PER_CLOCK = {
+    "sm_70": 1024,
+    "sm_75": 1024,
+    "sm_80": 2048,
+    "sm_86": 1024,
+    "sm_89": 1024,
+    "sm_90": 4096,
+    "sm_100": 8192,
+    "sm_120": 1024,
+}
+"""Of one multiprocessor's matrix units, 16-bit with fp32 sums; on GeForce cards half of it where others have 1024. The
+architectures' white papers."""
 FP32_SHARE = {"sm_80": 16, "sm_90": 16, "sm_100": 16}
 """How many times slower fp32 products are where matrix units do not help. Measured on sm_90: 46 TFLOP/s."""
 FP32_ELSEWHERE = 2
@@ -56,6 +94,9 @@ UNKNOWN_FLOPS, UNKNOWN_BANDWIDTH = 100e12, 0.8e12
 
 OPERATION_S = 58e-6
 """Python, dispatcher and launch of one operation of a layer's tape (two kernels or so). Measured."""
+LAUNCHES_ELSEWHERE = 0.5
+"""Host seconds of other machines over those of the measured one, which is a slow virtual machine. Published: at 256 and
+512 tokens, where launches are all, Qwen's README has 1.7-2.6 times the measured host's pace on A100s."""
 CHECKPOINTED_LAYER_S = 0.5e-3
 """What checkpointing itself adds to a layer that runs again. Measured."""
 SCAN_OPERATIONS = 11
@@ -81,31 +122,23 @@ HEAD_OPERATIONS = 30
 
 # --- the host -----------------------------------------------------------------------------------
 
-HOST_ADAM_PARAMETERS_PER_S = 4.7e9
-"""DeepSpeedCPUAdam on 16 cores: 131 GB/s of host memory. Measured. All ranks of a node share it."""
-HOST_COPY_BYTES_PER_S = 60e9
-"""One pass over host memory (norms, clipping). Measured. Shared likewise."""
+HOST_ADAM_BYTES = 28
+"""Of host memory that one parameter's Adam step reads and writes: 131 GB/s at 4.7e9 parameters/s. Measured."""
+HOST_PASS_SHARE = 0.46
+"""Of the rate of Adam's bytes, what one plain pass over host memory reaches (norms, clipping). Measured: 60 GB/s."""
 HOST_STEP_BYTES = 8
 """What unscaling and clipping read and write of each gradient on the host."""
-ZERO3_STEP_S_PER_PARAMETER = 0.36e-9
-"""What ZeRO-3 adds for each parameter whose states are on the host while its weights are not. Measured."""
-FSDP2_STEP_S_PER_PARAMETER = 2.1e-9
-"""torch's own AdamW on the host, clipping included. Measured."""
-HOST_LINK_SHARE = 0.88
-"""Of PCIe's rate, reached by pinned copies. Measured: 55 of 63 GB/s."""
-HOST_LINKS = {"pcie3": 15.8e9, "pcie4": 31.5e9, "pcie5": 63e9}
-"""Bytes/s of sixteen lanes, one direction, after encoding. The standard."""
-HOST_MEMORY_BYTES_PER_S = 131e9
-"""What all GPUs of a node together can move to and from the host's memory. Measured through CPUAdam."""
+ZERO3_STEP_BYTES = 22
+"""What ZeRO-3 moves more for each parameter with its states on the host and its weights not. Measured: 0.36 ns."""
+FSDP2_STEP_BYTES = 275
+"""torch's own AdamW on the host, clipping included, as if it were bytes. Measured: 2.1 ns for each parameter."""
+RENTED_CORES = 16
+"""Of a server's processor for each GPU, where fewer GPUs than a server has are rented. The measured machine."""
 NVME_READ_BYTES_PER_S, NVME_WRITE_BYTES_PER_S = 3e9, 2e9
-"""One drive of a node. Assumed."""
+"""One drive of a node. Assumed; measured on one rented machine: 2.4 and 1.6."""
 
 # --- between GPUs ---------------------------------------------------------------------------------
 
-LINK_SHARE = {"nvlink": 0.75, "xgmi": 0.7, "pcie3": 0.4, "pcie4": 0.4, "pcie5": 0.4}
-"""Of the stated link rate, reached by collectives. Assumed: PCIe cards meet at bridges and mostly lack peer access."""
-NETWORK_BYTES_PER_S = 12.5e9
-"""Of one node. Assumed: 100 Gb/s."""
 COLLECTIVE_COST = 0.15
 """What collectives cost the computation beside which they run, of their own time: they take some of the GPU.
 Assumed."""
@@ -116,67 +149,256 @@ COLLECTIVE_S = 30e-6
 NETWORK_COLLECTIVE_S = 80e-6
 """Likewise between nodes. Assumed."""
 
+# --- how sure -------------------------------------------------------------------------------------
+
+MEASURED_SPREAD = 0.03
+"""Of a rate that was measured on this machine: what the same measurement differs by from one time to the next."""
+MARKED_SPREAD = 0.3
+"""Of one that was measured while something else kept the machine busy. Assumed."""
+MODEL_SPREAD = 0.05
+"""What the model leaves open of a step even where its rates are right. Measured: the median error on the H200."""
+
+
+class Card(NamedTuple):
+    """What one GPU reaches in the working precision."""
+
+    products: float  # FLOP/s of large matrix products
+    product_start_s: float
+    flash: float  # FLOP/s of each attention kernel, without a mask those of the causal half alone
+    cudnn: float
+    efficient: float
+    masked_cudnn: float
+    masked_efficient: float
+    memory: float  # bytes/s of its own memory
+    casting: float
+    reducing: float
+    strided: float
+    kernel_start_s: float
+    unpacking: float  # bytes/s of 16-bit weights written from 4-bit ones
+
 
 class Rates(NamedTuple):
-    """What one card reaches."""
+    """What one rank of the machine reaches while all others do the same. Bytes/s, unless another unit is named."""
 
-    products: float
-    """FLOP/s of matrix products in the working precision."""
-    attention: float
-    masked_attention: float
-    traffic: float
-    """Bytes/s of its own memory."""
-    unpacking: float
-    """Bytes/s of 16-bit weights written from 4-bit ones."""
+    card: Card
+    launch: float  # host seconds over those of the measured host
+    host_link: float  # between the card and host memory
+    host_optimizer: float  # host memory that Adam reads and writes
+    link: float  # of a collective inside a node
+    link_latency_s: float
+    network: float  # of a collective between nodes
+    network_latency_s: float
+    nvme_read: float
+    nvme_write: float
 
 
-@lru_cache(maxsize=256)
-def rates_of(gpu: Gpu, precision: Precision) -> Rates:
+GROUPS = {
+    "products": ("products", "product_start_s"),
+    "attention": ("flash", "cudnn", "efficient", "masked_cudnn", "masked_efficient"),
+    "memory": ("memory", "casting", "reducing", "strided", "kernel_start_s"),
+    "unpacking": ("unpacking",),
+    "launch": ("launch",),
+    "host_link": ("host_link",),
+    "host_optimizer": ("host_optimizer",),
+    "link": ("link", "link_latency_s"),
+    "network": ("network", "network_latency_s"),
+    "nvme": ("nvme_read", "nvme_write"),
+}
+"""Rates that are right or wrong together, by the name under which a pace reports them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How sure the rates of a group are."""
+
+    value: float  # of the group's first
+    source: RateSource
+    spread: float
+    on: str = ""
+
+
+class Knowledge(NamedTuple):
+    rates: Rates
+    known: Mapping[str, Known]
+
+
+def rates_of(hardware: Hardware, precision: Precision, *, rehearsal: bool = False) -> Rates:
+    """`rehearsal`: one rank alone poses as one of many, and shares the host with nobody."""
+    return know_rates(hardware, precision, rehearsal=rehearsal).rates
+
+
+@lru_cache(maxsize=512)
+def know_rates(hardware: Hardware, precision: Precision, *, rehearsal: bool = False) -> Knowledge:
+    gpu, ranks = hardware.gpu, 1 if rehearsal else hardware.gpus_per_node
+    usual = reached(hardware)
+    found = _Finder(hardware, rehearsal=rehearsal)
+    card = _find_card(gpu, precision, usual, found)
+    stated: RateSource = "data sheet" if gpu.bf16_flops or gpu.fp16_flops else "assumed"
+    host_link = usual.host_link.value / (1 if ranks == 1 else usual.gpus_per_root.value)
+    host_bytes = _find_host_bytes(hardware, usual, ranks)
+    launch = 1.0 if gpu.name.startswith("H200") else LAUNCHES_ELSEWHERE
+    network: RateSource = "given" if hardware.network_bytes_per_s is not None else "assumed"
+    rates = Rates(
+        card=card,
+        launch=found.seconds("launch_s", "launch", launch * OPERATION_S, 0.4, "published") / OPERATION_S,
+        host_link=found.speed(
+            "host_link" if ranks == 1 else "host_link_together",
+            "host_link",
+            min(host_link, host_bytes / ranks),
+            max(usual.host_link.spread, usual.gpus_per_root.spread if ranks > 1 else 0.0),
+            stated,
+        ),
+        host_optimizer=found.speed(
+            "host_optimizer" if ranks == 1 else "host_optimizer_together",
+            "host_optimizer",
+            host_bytes / HOST_ADAM_BYTES,
+            0.4,
+            "assumed",
+        )
+        * HOST_ADAM_BYTES
+        / ranks,
+        link=found.speed(
+            "link", "link", usual.link.value, usual.link.spread, "given" if hardware.link_given else stated
+        ),
+        link_latency_s=found.seconds("link_latency_s", "link", COLLECTIVE_S),
+        network=found.speed(
+            "network",
+            "network",
+            usual.network.value * usual.network_share.value,
+            max(usual.network.spread, usual.network_share.spread),
+            network,
+        ),
+        network_latency_s=found.seconds("network_latency_s", "network", NETWORK_COLLECTIVE_S),
+        nvme_read=found.speed("nvme_read", "nvme", NVME_READ_BYTES_PER_S, 0.6, "assumed"),
+        nvme_write=found.speed("nvme_write", "nvme", NVME_WRITE_BYTES_PER_S),
+    )
+    for taught in hardware.taught.rates if hardware.taught else ():
+        if taught.name in GROUPS:
+            rates = slow_down(rates, taught.name, taught.factor)
+            value = _first(rates, taught.name)
+            found.known[taught.name] = Known(value, "run", taught.spread, hardware.taught.on if hardware.taught else "")
+    return Knowledge(rates, found.known)
+
+
+class _Finder:
+    """Takes what was measured here, or else a default, and writes down which."""
+
+    def __init__(self, hardware: Hardware, *, rehearsal: bool) -> None:
+        self.measured = hardware.measured
+        self.known: dict[str, Known] = {}
+
+    def find(self, name: str) -> float | None:
+        value = self.measured.rates.get(name) if self.measured else None
+        return value if value is not None and value > 0 else None
+
+    def speed(
+        self, name: str, group: str, default: float, spread: float = 0.0, source: RateSource = "data sheet"
+    ) -> float:
+        """The first rate of a group decides how sure the group is."""
+        value, measured = self.find(name), self.measured
+        if group not in self.known:
+            if value is None or measured is None:
+                self.known[group] = Known(default, source, spread)
+            else:
+                marked = MARKED_SPREAD if name in measured.marked else MEASURED_SPREAD
+                self.known[group] = Known(value, "measured", marked, measured.on)
+        return default if value is None else value
+
+    seconds = speed
+
+
+def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -> Card:
+    half = gpu.bf16_flops or gpu.fp16_flops or UNKNOWN_FLOPS
     bandwidth = gpu.memory_bytes_per_s or UNKNOWN_BANDWIDTH
-    peak = half = gpu.bf16_flops or gpu.fp16_flops or UNKNOWN_FLOPS
+    stated: RateSource = "data sheet" if gpu.bf16_flops or gpu.fp16_flops else "assumed"
+    peak = half
     if precision == "fp32":
         peak = half / FP32_SHARE.get(gpu.arch or "", FP32_ELSEWHERE)
     elif precision == "fp16":
         peak = gpu.fp16_flops or half
     elif gpu.bf16_flops is None and gpu.fp16_flops is not None:
         peak = half / 8  # no bf16 of its own: computed on the fp32 units of a card before Ampere
-    return Rates(
-        products=peak * PRODUCT_SHARE,
-        attention=peak * ATTENTION_SHARE,
-        masked_attention=peak * MASKED_ATTENTION_SHARE,
-        traffic=bandwidth * TRAFFIC_SHARE,
-        unpacking=bandwidth * NF4_BYTES_PER_BANDWIDTH,
+    spread = usual.products.spread if stated == "data sheet" else 0.6
+    products = found.speed(f"products.{precision}", "products", peak * usual.products.value, spread, stated)
+    products *= IN_STEP.get(gpu.arch or "", IN_STEP[""])
+    clocks = _find_clocks(gpu)
+    memory = found.speed("memory_copy", "memory", bandwidth * usual.memory.value, usual.memory.spread, stated)
+
+    def attend(kernel: str) -> float:
+        shares = ATTENTION_SHARES[kernel]
+        default = peak * min(shares.get(gpu.arch or "", shares[""]), usual.products.value)
+        # measured at 4096 tokens or so, where the diagonal takes its part
+        whole = 1.0 if kernel.startswith("masked") else (2048 + DIAGONAL_TOKENS) / 2048
+        return found.speed(f"attention.{kernel}", "attention", default / whole, max(spread, 0.15), stated) * whole
+
+    return Card(
+        products=products,
+        product_start_s=found.seconds("product_start_s", "products", PRODUCT_START_S),
+        flash=attend("flash"),
+        cudnn=attend("cudnn"),
+        efficient=attend("efficient"),
+        masked_cudnn=attend("masked_cudnn"),
+        masked_efficient=attend("masked_efficient"),
+        memory=memory,
+        casting=min(memory, found.speed("memory_cast", "memory", CASTING_BYTES_PER_S * clocks)),
+        reducing=min(memory, REDUCING_BYTES_PER_S * clocks),
+        strided=min(memory, STRIDED_BYTES_PER_S * clocks),
+        kernel_start_s=KERNEL_START_S,
+        unpacking=found.speed("unpacking", "unpacking", bandwidth * NF4_BYTES_PER_BANDWIDTH, 0.25, stated),
     )
 
 
-@lru_cache(maxsize=256)
-def host_link_of(gpu: Gpu) -> float:
-    """Bytes/s between the card and host memory, one direction: PCIe, of the card's generation."""
-    link, arch = gpu.link, gpu.arch or ""
-    number = arch.removeprefix("sm_").rstrip("a")
-    if link not in HOST_LINKS:
-        # The card's link to other cards is another one; where the maker's word tells nothing, the fourth generation.
-        link = "pcie5" if arch in ("gfx942", "gfx950") else "pcie4"
-        if number.isdigit() and int(number) < 80:
-            link = "pcie3"
-        elif number.isdigit() and int(number) >= 90:
-            link = "pcie5"
-    return HOST_LINKS[link] * HOST_LINK_SHARE
+def _find_clocks(gpu: Gpu) -> float:
+    """Multiprocessors times clock, over those of an H200; 1 where nobody states them."""
+    half, per_clock = gpu.bf16_flops or gpu.fp16_flops, FLOPS_PER_CLOCK.get(gpu.arch or "")
+    if half is None or per_clock is None:
+        return 1.0
+    geforce = gpu.name.startswith(("RTX 20", "RTX 30", "RTX 40", "RTX 50", "GTX"))
+    return half / (per_clock / 2 if geforce else per_clock) / CLOCKS_OF_H200
+
+
+def _find_host_bytes(hardware: Hardware, usual: Reached, ranks: int) -> float:
+    """Of host memory that the optimizer steps of a node's ranks read and write together. Who rents a part of a server
+    has a part of its cores."""
+    cores = usual.cores
+    if hardware.gpu.link in ("nvlink", "xgmi"):
+        cores = _limit(cores, RENTED_CORES * ranks)
+    return min(usual.host_memory.value * usual.host_memory_share.value, cores.value * usual.core_bytes_per_s.value)
+
+
+def _limit(figure: Figure, most: float) -> Figure:
+    return figure.times(min(1.0, most / figure.value))
+
+
+def slow_down(rates: Rates, group: str, factor: float) -> Rates:
+    """The rates of a group such that what hangs on them takes so many times as long."""
+    changed: dict[str, float] = {}
+    inside: dict[str, float] = {}
+    for name in GROUPS[group]:
+        where, values = (changed, rates._asdict()) if name in Rates._fields else (inside, rates.card._asdict())
+        where[name] = values[name] * factor if name.endswith("_s") or name == "launch" else values[name] / factor
+    card = rates.card._replace(**inside) if inside else rates.card
+    return rates._replace(card=card, **changed)
+
+
+def _first(rates: Rates, group: str) -> float:
+    name = GROUPS[group][0]
+    value: float = getattr(rates if name in Rates._fields else rates.card, name)
+    return value
 
 
 def assumptions(hardware: Hardware, levers: Levers) -> tuple[Message, ...]:
     """What had to be assumed about this way on this hardware."""
     gpu, said = hardware.gpu, []
-    if gpu.bf16_flops is None and gpu.fp16_flops is None:
-        rates = {"tflops": UNKNOWN_FLOPS / 1e12, "tbytes": UNKNOWN_BANDWIDTH / 1e12}
-        said.append(Message("price.unknown-rates", card=gpu.name, **rates))
+    rates, known = know_rates(hardware, levers.precision)
+    if gpu.bf16_flops is None and gpu.fp16_flops is None and known["products"].source == "assumed":
+        unknown = {"tflops": UNKNOWN_FLOPS / 1e12, "tbytes": UNKNOWN_BANDWIDTH / 1e12}
+        said.append(Message("price.unknown-rates", card=gpu.name, **unknown))
     if hardware.nodes > 1:
-        said.append(Message("price.network-rate", gbits=NETWORK_BYTES_PER_S * 8 / 1e9))
-    elif hardware.world > 1:
-        link = gpu.link or "pcie4"
-        rate = LINK_SHARE[link] * (gpu.link_bytes_per_s or HOST_LINKS["pcie4"]) / 1e9
-        said.append(Message("price.link-rate", gbytes=rate))
-    if "nvme" in (levers.offload_optimizer, levers.offload_param):
-        read, write = NVME_READ_BYTES_PER_S / 1e9, NVME_WRITE_BYTES_PER_S / 1e9
-        said.append(Message("price.nvme-rate", read=read, write=write))
+        if known["network"].source == "assumed":
+            said.append(Message("price.network-rate", gbits=reached(hardware).network.value * 8 / 1e9))
+    elif hardware.world > 1 and known["link"].source == "data sheet":
+        said.append(Message("price.link-rate", gbytes=rates.link / 1e9))
+    if "nvme" in (levers.offload_optimizer, levers.offload_param) and known["nvme"].source == "assumed":
+        said.append(Message("price.nvme-rate", read=rates.nvme_read / 1e9, write=rates.nvme_write / 1e9))
     return tuple(said)

@@ -8,6 +8,7 @@ arithmetic, so products are counted from the layer's own matrices.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,16 +17,17 @@ from tightfit.memory.attention import computed_keys, is_masked, kernel_of
 from tightfit.memory.layers import layer_tape
 from tightfit.memory.loss import fused_chunk_tokens
 from tightfit.memory.operations import FP32, Setting
-from tightfit.memory.tape import Op
+from tightfit.memory.tape import Op, Slot
 from tightfit.memory.weights import is_linear
 from tightfit.pace import engines
 from tightfit.pace import rates as constants
 from tightfit.pace.engines import PassTimes
-from tightfit.pace.rates import Rates
+from tightfit.pace.rates import Card, Rates
 from tightfit.types import Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
 
 MODULES_WITHOUT_WEIGHTS = 4  # the layer itself, its mixer, its MLP and the activation
 MODULES_OF_AN_ADAPTER = 4  # PEFT's wrapper, dropout, A and B around a linear layer
+WIDE_HEAD = 128
 BACKWARD_OPERATIONS = 1.0
 """Host time of an operation's backward over its forward: no Python, but twice the kernels. Measured."""
 
@@ -44,8 +46,8 @@ class LayerTime(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def layer_time(block: Block, hidden: int, setting: Setting, rates: Rates) -> LayerTime:
-    forward, back = _products(block, setting, rates)
+def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> LayerTime:
+    forward, back = _products(block, setting, card)
     linears = [tensor for tensor in block.tensors if is_linear(tensor)]
     if isinstance(block.mixer, Mamba1):
         modules = 5  # one fused call: of the mixer's own modules only the input projection is called
@@ -58,9 +60,9 @@ def layer_time(block: Block, hidden: int, setting: Setting, rates: Rates) -> Lay
         usual = 40 * constants.OPERATION_S
         return LayerTime(
             products=forward,
-            traffic=2 * setting.tokens * block.mixer.forward_bytes_per_token / rates.traffic,
+            traffic=2 * setting.tokens * block.mixer.forward_bytes_per_token / card.memory,
             products_back=back,
-            traffic_back=2 * setting.tokens * block.mixer.backward_bytes_per_token / rates.traffic,
+            traffic_back=2 * setting.tokens * block.mixer.backward_bytes_per_token / card.memory,
             unpacking=0.0,
             host=usual,
             host_back=usual * BACKWARD_OPERATIONS,
@@ -68,48 +70,72 @@ def layer_time(block: Block, hidden: int, setting: Setting, rates: Rates) -> Lay
         )
     tape, _, _ = layer_tape(block, hidden, setting, True)
     real = [op for op in tape.ops if any([slot.storage is slot for slot in op.outputs])]
-    plain = [op for op in real if not op.product]
-    attention, attention_back = _attention(block, setting, rates)
+    attention, attention_back = _attention(block, setting, card)
     scan, scan_back, scan_host = _scan(block, setting)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
     launches = len(real) * constants.OPERATION_S + (len(linears) * constants.PACKED_LINEAR_S if packed else 0)
     return LayerTime(
         products=forward + attention,
-        traffic=sum([_bytes(op) for op in plain]) / rates.traffic + scan,
+        traffic=sum([_forward_s(op, card) for op in real if not op.product]) + scan,
         products_back=back + attention_back,
-        traffic_back=sum([_bytes_back(op) for op in plain]) / rates.traffic + scan_back,
-        unpacking=packed * setting.width / rates.unpacking,
+        traffic_back=_backward_s(tape.ops, card) + scan_back,
+        unpacking=packed * setting.width / card.unpacking,
         host=launches + scan_host,
         host_back=launches * BACKWARD_OPERATIONS + scan_host,
         modules=modules,
     )
 
 
-def _bytes(op: Op) -> int:
-    moved = sum([slot.size for slot in op.inputs]) + sum([slot.size for slot in op.outputs])
-    return moved + sum([slot.size for slot in op.makes]) + op.forward_temp
+def _forward_s(op: Op, card: Card) -> float:
+    """Seconds of an operation that is no product. A temporary is written and read."""
+    read, written = sum([slot.size for slot in op.inputs]), sum([slot.size for slot in op.outputs])
+    moved = read + written + sum([slot.size for slot in op.makes]) + 2 * op.forward_temp + op.again
+    kernels = 5 if op.again else 3 if op.forward_temp else 1
+    return moved / _speed(op, card, widens=written > read) + kernels * card.kernel_start_s
 
 
-def _bytes_back(op: Op) -> int:
-    """The gradient comes in, what was kept is read, gradients of the inputs go out."""
-    if op.passes:
-        return 0
-    moved = sum([slot.size for slot in op.outputs]) + sum([slot.size for slot in op.saves])
-    return moved + sum([slot.size for slot in op.inputs if slot.grad]) + op.backward_temp
+def _backward_s(ops: list[Op], card: Card) -> float:
+    """Seconds of the backward of all operations, products apart; and of adding up the gradients of what is read more
+    than once."""
+    seconds, readers = 0.0, Counter[Slot]()
+    for op in ops:
+        wanted = [slot for slot in op.inputs if slot.grad]
+        if not wanted or not op.outputs:
+            continue
+        readers.update(wanted)
+        if op.passes or op.product:
+            continue
+        # One kernel for the gradient of each input and of the weight: it reads the output's, and what was kept.
+        gradient = sum([slot.size for slot in op.outputs])
+        times = len(wanted) + (1 if op.weight_grad else 0)
+        made = sum([slot.size for slot in wanted])
+        moved = times * gradient + made + sum([slot.size for slot in op.saves]) + 2 * op.backward_temp + op.again_back
+        kernels = 9 if op.again_back else times + (2 if op.backward_temp else 0)
+        seconds += moved / _speed(op, card, widens=made > gradient) + kernels * card.kernel_start_s
+    for slot, times in readers.items():
+        seconds += (times - 1) * (3 * slot.size / card.memory + card.kernel_start_s)
+    return seconds
 
 
-def _products(block: Block, setting: Setting, rates: Rates) -> tuple[float, float]:
+def _speed(op: Op, card: Card, *, widens: bool) -> float:
+    """Bytes/s of its kernels. PyTorch narrows numbers as fast as it copies them, and widens them more slowly."""
+    if op.access == "cast":
+        return card.casting if widens else card.memory
+    return {"plain": card.memory, "rows": card.reducing, "parts": card.strided}[op.access]
+
+
+def _products(block: Block, setting: Setting, card: Card) -> tuple[float, float]:
     """Seconds of all linear layers with their adapters, forward and backward."""
     forward = back = 0.0
     for tensor in block.tensors:
         if is_linear(tensor):
             out_features, in_features = tensor.shape
-            once = _product(setting.tokens, out_features, in_features, setting.width, rates)
+            once = _product(setting.tokens, out_features, in_features, setting.width, card)
             forward += once
             back += once * (2 if setting.trains_base else 1)
             if setting.adapts(tensor.name.rpartition(".")[0]):
-                down = _product(setting.tokens, setting.lora_rank, in_features, setting.width, rates)
-                up = _product(setting.tokens, out_features, setting.lora_rank, setting.width, rates)
+                down = _product(setting.tokens, setting.lora_rank, in_features, setting.width, card)
+                up = _product(setting.tokens, out_features, setting.lora_rank, setting.width, card)
                 forward += down + up
                 back += 2 * (down + up)
     if isinstance(block.mlp, Moe):
@@ -119,42 +145,44 @@ def _products(block: Block, setting: Setting, rates: Rates) -> tuple[float, floa
             if len(tensor.shape) == 3 and tensor.name.startswith("mlp."):
                 _, out_features, in_features = tensor.shape
                 flops = 2 * setting.tokens * block.mlp.top_k * out_features * in_features
-                arithmetic = flops / rates.products / constants.GROUPED_SHARE
-                once += max(arithmetic, tensor.numel * setting.width / rates.traffic) + constants.KERNEL_S
+                arithmetic = flops / card.products / constants.GROUPED_SHARE
+                once += max(arithmetic, tensor.numel * setting.width / card.memory) + card.product_start_s
         forward += once
         back += once * (2 if setting.trains_base else 1)
     return forward, back
 
 
-def least_products_s(shape: ModelShape, setting: Setting, rates: Rates, frozen: int) -> float:
+def least_products_s(shape: ModelShape, setting: Setting, card: Card, frozen: int) -> float:
     """No way of computing these tokens takes less: the products of linear layers and head at the card's full rate, in
     however many parts. The lowest `frozen` layers have no backward pass."""
     back = 2 if setting.trains_base else 1
     each = [sum([tensor.numel for tensor in block.tensors if is_linear(tensor)]) for block in shape.blocks]
     layers = [each[kind] * (1 if index < frozen else 1 + back) for index, kind in enumerate(shape.pattern)]
     head = shape.vocab_size * shape.hidden_size * (3 if setting.trains_head(tied=shape.tied) else 2)
-    return 2 * setting.tokens * (sum(layers) + head) / rates.products
+    return 2 * setting.tokens * (sum(layers) + head) / card.products
 
 
-def _product(tokens: int, out_features: int, in_features: int, width: int, rates: Rates) -> float:
-    arithmetic = 2 * tokens * out_features * in_features / rates.products
-    moved = width * (tokens * (out_features + in_features) + out_features * in_features) / rates.traffic
-    return max(arithmetic, moved) + constants.KERNEL_S
+def _product(tokens: int, out_features: int, in_features: int, width: int, card: Card) -> float:
+    arithmetic = 2 * tokens * out_features * in_features / card.products
+    moved = width * (tokens * (out_features + in_features) + out_features * in_features) / card.memory
+    return max(arithmetic, moved) + card.product_start_s
 
 
-def _attention(block: Block, setting: Setting, rates: Rates) -> tuple[float, float]:
+def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float]:
     mixer = block.mixer
     if not isinstance(mixer, Attention):
         return 0.0, 0.0
-    kernel = kernel_of(mixer, setting)
-    flops = 4 * setting.tokens * computed_keys(mixer, setting) * mixer.heads * mixer.head_dim
+    kernel, masked, keys = kernel_of(mixer, setting), is_masked(mixer, setting), computed_keys(mixer, setting)
+    flops = 4 * setting.tokens * mixer.heads * mixer.head_dim
     if kernel in ("eager", "math"):
-        once = flops / rates.products
+        once = flops * keys / card.products
         return once, 2 * once
-    slow = kernel == "efficient" or is_masked(mixer, setting)
-    reached = rates.masked_attention if slow else rates.attention
-    once = flops / reached + constants.ATTENTION_KERNEL_S
-    return once, once * constants.ATTENTION_BACK
+    name = f"masked_{kernel}" if masked else kernel
+    keys += 0 if masked else constants.DIAGONAL_TOKENS
+    share = constants.HEAD_SHARES.get(mixer.head_dim, 1.0)
+    once = flops * keys / (getattr(card, name) * share) + card.product_start_s
+    wide = kernel == "efficient" and mixer.head_dim > WIDE_HEAD
+    return once, once * (constants.WIDE_EFFICIENT_BACK if wide else constants.ATTENTION_BACK[name])
 
 
 def _scan(block: Block, setting: Setting) -> tuple[float, float, float]:
@@ -171,28 +199,30 @@ def _scan(block: Block, setting: Setting) -> tuple[float, float, float]:
 
 
 @lru_cache(maxsize=2048)
-def head_time(shape: ModelShape, setting: Setting, rates: Rates, fused: bool, trains_head: bool) -> LayerTime:
+def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trains_head: bool) -> LayerTime:
     """Embedding, final norm, head and loss."""
     tokens, vocab, hidden, width = setting.tokens, shape.vocab_size, shape.hidden_size, setting.width
-    once = _product(tokens, vocab, hidden, width, rates)
+    once = _product(tokens, vocab, hidden, width, card)
     logits = tokens * vocab
     upcast = width + FP32 if width < FP32 else 0
-    capped = 6 * width * logits if shape.final_softcap else 0
-    forward = logits * (upcast + 2 * FP32) + capped
-    back = logits * (FP32 + 3 * FP32 + upcast) + capped
+    capped = 6 * width * logits / card.memory if shape.final_softcap else 0.0
+    # Widened, then read and written by a softmax; backwards zeros, the softmax's gradient from it and them, narrowed.
+    forward = logits * (upcast / card.casting + 2 * FP32 / card.reducing) + capped
+    back = logits * ((FP32 + upcast) / card.memory + 3 * FP32 / card.reducing) + capped
     trains = setting.trains_base or setting.trains_embedding
-    embedding = vocab * hidden * width if trains else 0  # a gradient of zeros, filled by token
+    embedding = vocab * hidden * width / card.memory if trains else 0.0  # a gradient of zeros, filled by token
     products_back = once * (2 if trains_head else 1)
     launches = constants.HEAD_OPERATIONS * constants.OPERATION_S
     if fused:
         # gradients are made in the forward pass, and the head's is added up chunk by chunk
         chunks = -(-tokens // fused_chunk_tokens(vocab))
-        added = 2 * chunks * vocab * hidden * width if trains_head else 0
+        added = 2 * chunks * vocab * hidden * width / card.memory if trains_head else 0.0
         launches += chunks * constants.CHUNK_OPERATIONS * constants.OPERATION_S
-        moved = (forward + back / 2 + added) / rates.traffic
-        times = (once + products_back, moved, 0.0, embedding / rates.traffic)
+        # widened; read for its maximum and its sum; four times read and written in place; narrowed
+        moved = logits * (upcast / card.casting + 2 * FP32 / card.reducing + (8 * FP32 + upcast) / card.memory)
+        times = (once + products_back, moved + added, 0.0, embedding)
     else:
-        times = (once, forward / rates.traffic, products_back, (back + embedding) / rates.traffic)
+        times = (once, forward, products_back, back + embedding)
     return LayerTime(*times, 0.0, launches, constants.HEAD_OPERATIONS * constants.OPERATION_S, modules=3)
 
 
@@ -202,11 +232,12 @@ def head_time(shape: ModelShape, setting: Setting, rates: Rates, fused: bool, tr
 def passes_of(shape: ModelShape, levers: Levers, gpu: Gpu, rates: Rates, *, recomputing: int) -> PassTimes:
     """With the engine's hooks; `recomputing`: the lowest so many layers run twice."""
     plain, modules, modules_back = _plain(
-        shape, setting_of(levers, gpu), rates, recomputing, frozen_of(levers), levers.loss == "fused"
+        shape, setting_of(levers, gpu), rates.card, recomputing, frozen_of(levers), levers.loss == "fused"
     )
     return plain._replace(
-        host=plain.host + engines.hooks(levers, modules),
-        host_back=plain.host_back + engines.hooks(levers, modules_back),
+        host=rates.launch * (plain.host + engines.hooks(levers, modules)),
+        head_host=rates.launch * plain.head_host,
+        host_back=rates.launch * (plain.host_back + engines.hooks(levers, modules_back)),
     )
 
 
@@ -217,14 +248,14 @@ def frozen_of(levers: Levers) -> int:
 
 @lru_cache(maxsize=1024)
 def _plain(
-    shape: ModelShape, setting: Setting, rates: Rates, recomputing: int, frozen: int, fused: bool
+    shape: ModelShape, setting: Setting, card: Card, recomputing: int, frozen: int, fused: bool
 ) -> tuple[PassTimes, int, int]:
     """Without hooks, so that all engines share it; and the modules that are called in each pass."""
     # How many layers of each kind there are, how many run twice, how many have a backward pass.
-    counted = [(head_time(shape, setting, rates, fused, setting.trains_head(tied=shape.tied)), 1, 0, 1)]
+    counted = [(head_time(shape, setting, card, fused, setting.trains_head(tied=shape.tied)), 1, 0, 1)]
     for kind, block in enumerate(shape.blocks):
         anew, back = shape.pattern[frozen:recomputing].count(kind), shape.pattern[frozen:].count(kind)
-        layer = layer_time(block, shape.hidden_size, setting, rates)
+        layer = layer_time(block, shape.hidden_size, setting, card)
         counted.append((layer, shape.pattern.count(kind), anew, back))
     products = traffic = unpacking = host = 0.0
     products_back = traffic_back = unpacking_back = again_s = host_back = 0.0
@@ -241,5 +272,6 @@ def _plain(
         host_back += back * layer.host_back + anew * (layer.host + constants.CHECKPOINTED_LAYER_S)
         modules += count * layer.modules
         modules_back += (back + anew) * layer.modules
-    forward = (products, traffic, unpacking, host)
-    return PassTimes(*forward, products_back, traffic_back, unpacking_back, again_s, host_back), modules, modules_back
+    forward, head = (products, traffic, unpacking, host), counted[0][0]
+    back = (products_back, traffic_back, unpacking_back, again_s, host_back)
+    return PassTimes(*forward, *back, head.products + head.traffic, head.host), modules, modules_back

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from tightfit.pace import Clock, pace
+from tightfit.pace import Clock, pace, step_seconds
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
@@ -136,7 +136,7 @@ def _search_world(question: Question, found: SearchResult, most_s: float = inf, 
                 times = clock.times(corner.rest, corner.choice)
                 times = times if question.partial else [times[0], times[-1]]
             else:
-                times = [pace(question.shape, corner.levers, question.hardware).step_s]
+                times = [step_seconds(question.shape, corner.levers, question.hardware)]
             found.timed.update(times)
             race.append((times[0], len(race), corner, times))
         if min(race, default=(inf,))[0] > most_s + TIE_S:
