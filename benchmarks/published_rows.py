@@ -46,6 +46,8 @@ from tightfit.types import (
     Optimizer,
     Pace,
     PhaseName,
+    Taught,
+    TaughtRate,
     Trainer,
 )
 
@@ -240,7 +242,12 @@ class Habits:
     """FSDP1 that keeps frozen weights whole."""
     loss_in_place: bool = False
     """The gradient of the logits overwrites them."""
+    first_flash: bool = False
+    """A flash kernel of the first generation."""
 
+
+FIRST_FLASH = Taught(on="", rates=(TaughtRate(name="attention", factor=2.0, spread=0.2),))
+"""The paper of FlashAttention-2: twice as fast as the first, and as the Triton kernel that llm-foundry took then."""
 
 _TRAINER = Habits(trainer="trainer", automatic_buckets=True, foreach=True)
 """Hugging Face's Trainer before transformers 5, whose default optimizer is `adamw_torch`."""
@@ -306,7 +313,7 @@ HABITS: tuple[tuple[str, Habits], ...] = (
     (r"ms-swift", replace(_TRAINER, pure=True, bounded=True)),
     (r"DeepSpeedExamples", Habits(peak="allocated")),
     (r"axolotl|\btrl\b|SFTTrainer|transformers|accelerate|xtuner|HF Trainer", _TRAINER),
-    (r"llm-foundry", Habits(attention="flash", loss_in_place=True)),
+    (r"llm-foundry", Habits(attention="flash", loss_in_place=True, first_flash=True)),
 )
 """By words of the source or the engine; the first that is found holds."""
 
@@ -457,8 +464,13 @@ def read_hardware(draft: _Draft) -> Hardware:
     per_node = min(2 if "multinode" in row.said else GPUS_PER_NODE, gpus)
     if gpus % per_node:
         raise InexpressibleError("nodes with different numbers of GPUs")
+    taught = None
+    if draft.habits.first_flash:
+        draft.remarks.append("a flash kernel of the first generation, at half the rate of the second")
+        taught = FIRST_FLASH
     return replace(
         card,
+        taught=taught,
         nodes=gpus // per_node,
         gpus_per_node=per_node,
         network_bytes_per_s=_network(f"{row.source}; {row.hardware}; {row.other}", per_node),

@@ -160,7 +160,7 @@ def _rotate_one(ops: Operations, x: Slot, shape: Attention) -> Slot:
     if shape.rotary_fp32:
         part = part * FP32 // ops.setting.width
     # Forwards two products, a negated half, a join and a sum; backwards two halves that are laid into zeros and added.
-    moves = {"access": "parts", "again": 4 * part, "again_back": 9 * part}
+    moves: dict[str, Any] = {"access": "parts", "again": 4 * part, "again_back": 9 * part}
     return ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part, **moves)
 
 

@@ -6,7 +6,7 @@ as the slowest of them, and what runs beside the computation still costs it some
 GPU at the end of the forward pass are ahead in the backward pass too. The optimizer's step waits for a norm in its
 middle, so there the host's time and the GPU's add up.
 
-Each rate may be off by its spread (`rates.py`); a pace tells what each of them leaves open, and its range is all of that
+Each rate may be off by its spread (`rates.py`); a pace tells what each of them leaves open, and its range is all of it
 together.
 
 `rates.py` holds every constant with its source, `work.py` what a layer computes, and all of them together,

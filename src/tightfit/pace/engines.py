@@ -251,12 +251,12 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
         moved = STEP_BYTES - saved - (0 if levers.master_weights else 12)
         return StepTime(numel * moved / rates.card.memory, launches, 0.0, 0.0)
     ranks = 1 if rehearsal else hardware.gpus_per_node
-    moved = constants.HOST_ADAM_BYTES + constants.HOST_STEP_BYTES / constants.HOST_PASS_SHARE
+    each = constants.HOST_ADAM_BYTES + constants.HOST_STEP_BYTES / constants.HOST_PASS_SHARE
     if levers.is_fsdp2:
-        moved = constants.FSDP2_STEP_BYTES
+        each = constants.FSDP2_STEP_BYTES
     elif levers.stage == 3 and levers.offload_param == "none":
-        moved += constants.ZERO3_STEP_BYTES / constants.HOST_PASS_SHARE
-    seconds = numel * moved / rates.host_optimizer
+        each += constants.ZERO3_STEP_BYTES / constants.HOST_PASS_SHARE
+    seconds = numel * each / rates.host_optimizer
     linked = 0.0 if levers.offload_param != "none" else link.host(numel * weights.trainable_width)
     if levers.offload_optimizer == "nvme":
         states = (state_bytes(levers.optimizer, numel, FP32, flat=True) + FP32 * numel) * ranks

@@ -273,5 +273,5 @@ def _plain(
         modules += count * layer.modules
         modules_back += (back + anew) * layer.modules
     forward, head = (products, traffic, unpacking, host), counted[0][0]
-    back = (products_back, traffic_back, unpacking_back, again_s, host_back)
-    return PassTimes(*forward, *back, head.products + head.traffic, head.host), modules, modules_back
+    backward = (products_back, traffic_back, unpacking_back, again_s, host_back)
+    return PassTimes(*forward, *backward, head.products + head.traffic, head.host), modules, modules_back
