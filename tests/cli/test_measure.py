@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
 from pathlib import Path
@@ -121,6 +122,23 @@ def test_what_is_found_is_kept_and_shown(
     assert main(["doctor", "--json", "--output", "/proc/self/runs"]) in (0, 1)
     rows = {row["id"]: row["what"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert rows["measured"].startswith("what this machine reaches was measured on")
+
+
+def test_a_cpu_has_a_pace_only_where_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "--model", "tiny_llama", "--seq", "128", "--max-steps", "10"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "No pace is claimed" in said
+    assert not re.search(r"\d tokens/s|10 steps|% longer", said)
+    found_by(monkeypatch, rates={"products.bf16": 1e9, "memory": 1e10, "launch_s": 5e-5})
+    assert main(["measure"]) == 0
+    capsys.readouterr()
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "No pace is claimed" not in said
+    assert re.search(r"\d tokens/s in .* 10 steps", said)
 
 
 def test_nothing_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def plan_bars(plan: Plan) -> str:
         needs, has = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
         mark = "→ " if way is plan.chosen else "" if way.fits else "× "
         name = f"{mark}{strategy_name(way.levers)}"
-        note = f"{needs} of {has} GiB, {way.pace.tokens_per_s:,.0f} tokens/s"
+        note = f"{needs} of {has} GiB" + (f", {way.pace.tokens_per_s:,.0f} tokens/s" if way.is_paced else "")
         bars.append(replace(gpu_bar(way, {}, "" if bars else CARD_LINE), name=name, note=note))
     hardware = plan.hardware
     title = f"{plan.shape.name} ({billions(plan.shape.parameters)}) on {hardware.world} × {hardware.gpu.name}"

@@ -92,8 +92,9 @@ def _title(plan: Plan, target: Target) -> tuple[str, str]:
         text("planfile.limit", limit=_gib(way.gpu_limit_bytes)),
         text("planfile.peak", phase=way.footprint.gpu.peak_phase, largest=largest),
         on_nvme or text("planfile.host", ram=host),
-        text("planfile.pace", **seconds_words(way.pace), rate=_rate(way)),
     ]
+    if way.is_paced:
+        lines.append(text("planfile.pace", **seconds_words(way.pace), rate=_rate(way)))
     if plan.job.tier in TIERS:
         lines.insert(0, text("planfile.tier", tier=plan.job.tier, about=TIERS[plan.job.tier].about))
     if plan.hours is not None:
@@ -186,7 +187,7 @@ def _assumptions(plan: Plan) -> Iterable[Said]:
     way = require_way(plan)
     memory = [said for said in way.footprint.because if id_of(said) != "price.peak-phase"]
     said = (*way.shape.notes, *plan.hardware.because, *way.hardware.because)
-    return dict.fromkeys((*said, *memory, *way.pace.because))
+    return dict.fromkeys((*said, *memory, *way.assumed))
 
 
 def _bullets(title: str, sentences: Iterable[Said]) -> tuple[str, ...]:
@@ -211,4 +212,4 @@ def _gib(size_bytes: int) -> str:
 
 
 def _rate(way: Way) -> str:
-    return f"{way.pace.tokens_per_s:,.0f}"
+    return f"{way.pace.tokens_per_s:,.0f}" if way.is_paced else "-"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION
 from tightfit.job import Allowance, Job
-from tightfit.messages import Said
+from tightfit.messages import Message, Said
 from tightfit.planner.calibration import Calibration, Correction
-from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
+from tightfit.types import Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape, Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,23 @@ class Way:
     @property
     def world(self) -> int:
         return self.hardware.world
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether a pace is claimed. Of a CPU only where it was measured, and of a Mamba there not at all: nobody has
+        measured a scan on one. Its pace still orders the ways."""
+        return self.hardware.gpu.vendor != "cpu" or (self.hardware.measured is not None and not self._scans)
+
+    @property
+    def _scans(self) -> bool:
+        return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in self.shape.blocks)
+
+    @property
+    def assumed(self) -> tuple[Said, ...]:
+        """What its pace had to assume, or why there is none."""
+        if self.is_paced:
+            return self.pace.because
+        return (Message("plan.no-scan-pace" if self._scans else "plan.no-pace"),)
 
     @property
     def gpu_spare_bytes(self) -> int:

@@ -117,7 +117,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     if way.world < question.hardware.world:
         said.append(Message("plan.fewer-gpus", used=way.world, all=question.hardware.world))
     largest = next(iter(way.pace.causes), None)
-    if largest is not None:
+    if largest is not None and way.is_paced:
         share = way.pace.causes[largest] / way.pace.step_s
         said.append(Message("plan.largest-cause", **seconds_words(way.pace), share=share, cause=CAUSES[largest]))
     return tuple(said)
@@ -179,7 +179,7 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
         if is_cut_off(plan) and plan.hours is not None and job.timeout is not None:
             share = timeout_s(job.timeout) / (3600 * plan.hours)
             sentences.append(Message("plan.cut-off", limit=job.timeout, time=time_words(plan.hours), share=share))
-        sentences += chosen.pace.because
+        sentences += chosen.assumed
     else:
         sentences += [*_nothing(plan), *(explain_calibration(worth_showing(plan)[0]) if plan.alternatives else ())]
     if question.hardware.host_ram_bytes is None:
@@ -197,7 +197,7 @@ def _against(plan: Plan, chosen: Way) -> list[Message]:
             name = Message("plan.on-gpus", way=name, count=way.world) if more else Message("plan.on-one-gpu", way=name)
         if not way.fits and way.pace.step_s < chosen.pace.step_s:
             faster.append(Message("plan.faster-but", way=name, missing=missing(way)))
-        elif way.fits and way is not chosen:
+        elif way.fits and way is not chosen and chosen.is_paced:
             share = way.pace.step_s / chosen.pace.step_s - 1
             much = f"{abs(share):.0%}" if abs(share) >= 0.005 else Message("plan.less-than-a-percent")
             if not tell_apart(chosen.pace, way.pace).is_sure:
@@ -349,9 +349,9 @@ def _idle(allowance: str, job: Job) -> Message | None:
 
 
 def hours(job: Job, effective_batch: int, way: Way) -> float | None:
-    """Hours to finish; None where neither steps nor the number of samples are known."""
+    """Hours to finish; None where neither steps nor the number of samples are known, or no pace is claimed."""
     steps = steps_of(job, effective_batch)
-    return None if steps is None else steps * way.pace.step_s / 3600
+    return None if steps is None or not way.is_paced else steps * way.pace.step_s / 3600
 
 
 def steps_of(job: Job, effective_batch: int) -> int | None:

@@ -322,8 +322,8 @@ class WorkerFile:
     required_bytes: int  # what a GPU must have free
     peak_bytes: int
     host_bytes_per_node: int
-    step_s: float
-    tokens_per_s: float
+    step_s: float | None  # None: no pace was claimed
+    tokens_per_s: float | None
     logging_steps: int | None = None  # steps between two lines of the log; None: time decides
     gpu_memory_bytes: int | None = None
 
@@ -372,8 +372,9 @@ def worker_file(text: str, where: str) -> WorkerFile:
         }
         found = replace(as_record(said, WorkerFile), gpu_memory_bytes=card)
         at_least_one = (found.nodes, found.gpus_per_node, 1 if found.logging_steps is None else found.logging_steps)
-        sizes = (found.required_bytes, found.peak_bytes, found.host_bytes_per_node, found.step_s, found.tokens_per_s)
-        if min(at_least_one) < 1 or min(sizes) < 0:
+        sizes = (found.required_bytes, found.peak_bytes, found.host_bytes_per_node)
+        pace = (found.step_s or 0.0, found.tokens_per_s or 0.0)
+        if min(at_least_one) < 1 or min(*sizes, *pace) < 0:
             raise ValueError
         return found
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):

@@ -161,7 +161,7 @@ def draw_tiers(console: Console, rows: Sequence[Tiered]) -> None:
         cells, changes = ("-", "-", "-"), tiered.problem or text("screen.no-engine")
         if way is not None:
             needs = f"{way.footprint.gpu.required_bytes / GIB:.1f}"
-            cells = (needs, text("screen.yes" if way.fits else "screen.no"), f"{way.pace.tokens_per_s:,.0f}")
+            cells = (needs, text("screen.yes" if way.fits else "screen.no"), _rate(way))
             changes = str(Listing(tiered.costs, ";")) or text("screen.nothing")
         first = f"{tiered.tier.name:<{names}}  {cells[0]:>5}  {pad_left(cells[1], count_cells(fits))}  {cells[2]:>8}"
         style = "" if way and way.fits else "dim"
@@ -260,10 +260,14 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
         "GPU": "",
         "GiB": f"{way.footprint.gpu.required_bytes / GIB:.1f}",
         "host": f"{host / GIB:.0f}{over}",
-        "tokens/s": f"{way.pace.tokens_per_s:,.0f}",
+        "tokens/s": _rate(way),
         "free": f"{100 * way.gpu_spare_bytes / way.hardware.gpu.memory_bytes:.0f} %",
         "lacks": "+".join(lacking_bytes(way)),
     }
+
+
+def _rate(way: Way) -> str:
+    return f"{way.pace.tokens_per_s:,.0f}" if way.is_paced else "-"
 
 
 def _offload(levers: Levers) -> str:
@@ -372,6 +376,8 @@ def verdict_words(plan: Plan, way: Way) -> Message:
     if plan.hours is not None and steps is not None:
         late = Message("screen.late", timeout=plan.job.timeout) if is_cut_off(plan) else ""
         duration = Message("screen.duration", time=time_words(plan.hours), steps=steps, late=late)
+    if not way.is_paced:
+        return Message("screen.verdict-without-pace", way=strategy_name(way.levers), needed=needed, size=size)
     about = {"way": strategy_name(way.levers), "pace": way.pace.tokens_per_s}
     return Message("screen.verdict", **about, needed=needed, size=size, duration=duration)
 

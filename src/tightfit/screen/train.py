@@ -160,7 +160,7 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
     pace, tokens = text("screen.tokens-per-second"), worker.tokens_per_s
     rows.append(Figure("tokens_per_s", pace, "tokens", tokens, tally.tokens_per_s))
     draw_figures(console, rows, "", lambda old, new: f"{100 * new / old:.0f} %")
-    if worker.vendor == "cpu":
+    if worker.step_s is None:
         say(console, text("screen.no-cpu-rates"), style="dim")
     model = f"{folder}/model"
     if worker.method == "full":

@@ -97,8 +97,8 @@ def worker_json(plan: Plan) -> str:
                 "nvme_bytes_per_node": host.nvme_bytes_per_node,
             },
             "trainable_parameters": way.footprint.trainable_parameters,
-            "step_s": way.pace.step_s,
-            "tokens_per_s": way.pace.tokens_per_s,
+            "step_s": way.pace.step_s if way.is_paced else None,
+            "tokens_per_s": way.pace.tokens_per_s if way.is_paced else None,
         },
     }
     return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
