@@ -22,9 +22,11 @@ FUSED = (SLICED, "attn.c_attn", "attention.query_key_value")
 OUTPUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense")
 
 WIDEST_FUSED_HEAD = 256
+QUERY_BLOCK = 128  # queries that the flash kernel takes together
 MASK_ALIGNMENT = 16  # elements to which PyTorch pads the rows of a mask for its memory-efficient kernel
 SUM_ALIGNMENT = 32  # queries to which that kernel pads its row sums
 HEAD_BLOCKS = (64, 128)  # to one of these it pads a head where it accumulates
+KEY_BLOCK, MOST_BLOCKS = 64, 200  # keys that it takes together, and how many such blocks of all heads at once at most
 
 
 def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
@@ -34,7 +36,7 @@ def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
         q, k = _norm(ops, q, shape, shape.heads), _norm(ops, k, shape, shape.kv_heads)
     if shape.rotary:
         q, k = _rotate(ops, q, k, shape)
-    context = _KERNELS[kernel](ops, q, k, v, shape)
+    context = KERNELS[kernel](ops, q, k, v, shape)
     out = ops.linear(context, ops.find(*OUTPUT), hidden, shape.heads * shape.head_dim)
     ops.tape.hold(q, k, v, *ops.local)
     return out
@@ -169,28 +171,38 @@ def _joins(shape: Attention) -> bool:
     return shape.rotary and (shape.rotary_dim is not None or shape.fused_qkv)
 
 
-def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention, mask: int = 0) -> Slot:
-    """Flash attention, torch's own or the package's: keeps q, k, v, its output and the row sums."""
-    sums = ops.size(shape.heads, FP32)
-    # The backward accumulates dq in fp32; with grouped heads dk and dv are first written for every head.
-    temp = ops.size(shape.heads * shape.head_dim, FP32) + sums
-    temp += 2 * q.size if k.size != q.size else 0
-    qkv, makes = (q, k, v), (sums, mask) if mask else (sums,)
-    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, backward_temp=temp, product=True)
-    return _token_order(ops, context, shape)
+def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
+    """Flash attention, torch's own or the package's. Its backward accumulates dq and a row sum more in whole blocks
+    (`mha_bwd`); the CPU's does not."""
+    rows, wide = ops.setting.sequence, shape.head_dim
+    if ops.setting.on_gpu:
+        multiple = 32 if wide <= HEAD_BLOCKS[-1] else 64
+        rows, wide = -(-rows // QUERY_BLOCK) * QUERY_BLOCK, -(-wide // multiple) * multiple
+    return _fused(ops, q, k, v, shape, ops.setting.micro_batch * rows * shape.heads * (wide + 1) * FP32)
 
 
 def _cudnn(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
-    """cuDNN's kernel holds what flash does, and lays its output out as its query too (`alloc_with_matching_layout`). A
-    boolean mask becomes an additive one, made for this call and kept; transformers repeats grouped heads then."""
+    """cuDNN's kernel holds what flash does, in no blocks. A boolean mask becomes an additive one, made for this call
+    and kept; transformers repeats grouped heads then."""
     setting = ops.setting
+    temp = ops.size(shape.heads * (shape.head_dim + 1), FP32)
     if not is_masked(shape, setting):
-        return _flash(ops, q, k, v, shape)
+        return _fused(ops, q, k, v, shape, temp)
     key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)
     mask = setting.micro_batch * setting.sequence * setting.sequence * setting.width
-    context = _flash(ops, q, key, value, shape, mask)
+    context = _fused(ops, q, key, value, shape, temp, mask)
     ops.tape.hold(key, value)
     return context
+
+
+def _fused(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention, accumulated: int, mask: int = 0) -> Slot:
+    """Keeps q, k, v, the output, which is laid out as q, and the row sums. The backward accumulates dq in fp32; with
+    grouped heads dk and dv are first written for every head."""
+    sums = ops.size(shape.heads, FP32)
+    temp = accumulated + (2 * q.size if k.size != q.size else 0)
+    qkv, makes = (q, k, v), (sums, mask) if mask else (sums,)
+    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, backward_temp=temp, product=True)
+    return _token_order(ops, context, shape)
 
 
 def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
@@ -202,13 +214,15 @@ def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> 
     sums = setting.micro_batch * shape.heads * padded * FP32
     rows = -(-setting.sequence // MASK_ALIGNMENT) * MASK_ALIGNMENT
     mask = setting.micro_batch * setting.sequence * rows * setting.width
-    # The backward accumulates dq in fp32, over whole blocks of a head; in fp32 itself, it multiplies output and
-    # gradient beforehand. Heads wider than a block have their output accumulated in fp32 as well.
-    temp, widened = sums + q.size, 0
-    if setting.width < FP32:
-        block = next((width for width in HEAD_BLOCKS if shape.head_dim <= width), shape.head_dim)
-        temp = sums + ops.size(shape.heads * block, FP32)
-        widened = ops.size(shape.heads * shape.head_dim, FP32) if shape.head_dim > HEAD_BLOCKS[-1] else 0
+    # The backward accumulates dq in fp32, over whole blocks of a head. Of heads wider than a block it accumulates dk
+    # and dv too, for the keys that are computed at once; and the forward accumulates their output.
+    block = next((width for width in HEAD_BLOCKS if shape.head_dim <= width), shape.head_dim)
+    temp, widened = sums + ops.size(shape.heads * block, FP32), 0
+    if block not in HEAD_BLOCKS:
+        all_heads = setting.micro_batch * shape.heads
+        at_once = min(max(MOST_BLOCKS // all_heads, 1), -(-setting.sequence // KEY_BLOCK))
+        temp += 2 * all_heads * at_once * KEY_BLOCK * shape.head_dim * FP32
+        widened = ops.size(shape.heads * shape.head_dim, FP32) if setting.width < FP32 else 0
     makes = (sums, mask) if is_masked(shape, setting) else (sums,)
     qkv = q, key, value
     facts: dict[str, Any] = {"forward_temp": widened, "backward_temp": temp, "product": True}
@@ -292,7 +306,7 @@ def _by_head(ops: Operations, x: Slot) -> Slot:
     return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size, access="parts")
 
 
-_KERNELS: Mapping[Kernel, Callable[[Operations, Slot, Slot, Slot, Attention], Slot]] = {
+KERNELS: Mapping[Kernel, Callable[[Operations, Slot, Slot, Slot, Attention], Slot]] = {
     "flash": _flash,
     "cudnn": _cudnn,
     "efficient": _efficient,
