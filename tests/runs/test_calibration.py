@@ -320,9 +320,7 @@ def tally_of(answer: Plan, step_s: float, *, steps: int = 20, share: float = 1.0
     tally, tokens = Tally(), answer.effective_batch * way_of(answer).levers.sequence * share
     for step in range(steps):
         seconds = step_s * (30 if step < 2 else 1)
-        event = event_of(
-            json.dumps({"event": "step", "step": step, "step_s": seconds, "tokens_per_s": tokens / step_s})
-        )
+        event = event_of(json.dumps({"event": "step", "step": step, "step_s": seconds, "tokens": int(tokens)}))
         assert event is not None
         tally.add(event)
     return tally

@@ -52,10 +52,10 @@ def learn_seconds(tally: Tally, plan: Plan, processor: str) -> TimedRun | None:
 
     The tally must be that of this plan alone, as in `learned`. Saving and evaluating are no part of a step's seconds.
     """
-    way, step_s, tokens_per_s = plan.chosen, tally.step_s, tally.tokens_per_s
-    if way is None or not step_s or not tokens_per_s or tally.timed_steps < LEAST_STEPS:
+    way, step_s, tokens = plan.chosen, tally.step_s, tally.step_tokens
+    if way is None or not step_s or not tokens or tally.timed_steps < LEAST_STEPS:
         return None
-    if step_s * tokens_per_s < WHOLE_SHARE * plan.effective_batch * way.levers.sequence:
+    if tokens < WHOLE_SHARE * plan.effective_batch * way.levers.sequence:
         return None
     return timed_run(way.shape, way.levers, way.hardware, processor, step_s, _today())
 

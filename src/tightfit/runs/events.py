@@ -114,6 +114,7 @@ class Step(Event, name="step", at={name: f"memory.{name}" for name in ("now_byte
     host_bytes: int | None  # RAM of the rank that reports
     loss_scale: float | None
     skipped: bool
+    tokens: int | None = None  # of all ranks
     alloc_retries: int | None = None
     """Times so far that the GPU's allocator had to free its cache and try again; None: no GPU, or nobody says."""
 
@@ -449,6 +450,7 @@ class Tally:
     _steps: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _tokens_per_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def add(self, event: Event) -> None:
         if isinstance(event, Step):
@@ -460,6 +462,7 @@ class Tally:
             if self._steps > _FIRST:
                 self._step_s.extend([] if event.step_s is None else [event.step_s])
                 self._tokens_per_s.extend([] if event.tokens_per_s is None else [event.tokens_per_s])
+                self._tokens.extend([] if event.tokens is None else [event.tokens])
         elif isinstance(event, MemoryMark):
             self.marks = [mark for mark in self.marks if mark.milestone != event.milestone] + [event]
         elif isinstance(event, Saved):
@@ -492,6 +495,11 @@ class Tally:
     def step_s(self) -> float | None:
         """Of the steps after the first, in the median."""
         return median(self._step_s) if self._step_s else None
+
+    @property
+    def step_tokens(self) -> float | None:
+        """Likewise of a step's tokens, all ranks' together."""
+        return median(self._tokens) if self._tokens else None
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -165,6 +165,7 @@ class Loop:
                 learning_rate=rate,
                 tokens_per_s=self.tokens_per_s,
                 step_s=round(recent[-1][1], 6),
+                tokens=window.tokens,
                 seconds_left=(self.steps - step - 1) * spent / len(recent),
                 epoch=round((step + 1) * self.config.effective_batch / max(1, len(self.windows.samples)), 6),
                 memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")},
