@@ -35,6 +35,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # the cards of the machine itself stay out of sight
     monkeypatch.setattr(tools, "BESIDE_PATH", {})
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(measure, "_load", lambda: 0.0)  # whatever else this machine does
     (tmp_path / "bin").mkdir()
 
 
@@ -201,6 +202,15 @@ def test_a_gpu_that_is_busy_is_said_and_its_figures_are_marked(
     assert "Somebody else is on the GPUs (4711" in said
     (kept,) = (tmp_path / "data" / "tightfit" / "measured").glob("2x-nvidia-h200-*.json")
     assert json.loads(kept.read_text(encoding="utf-8"))["marked"] == ["products.bf16"]
+
+
+def test_a_host_that_is_busy_is_said_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "_load", lambda: 4096.0)
+    found_by(monkeypatch, rates={"products.bf16": 1e12, "host_memory": 1e11})
+    assert main(["measure", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["marked"] == ["products.bf16", "host_memory"], "on a CPU everything is the host's"
+    assert "The host is busy (4096.0 processes" in tree["said"][0]
 
 
 # --- several nodes --------------------------------------------------------------------------------

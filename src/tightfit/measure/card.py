@@ -129,7 +129,8 @@ def attention(bench: Bench) -> Found:
     """FLOP/s of each kernel that torch may take, forward and backward."""
     from torch.nn.attention import SDPBackend
 
-    dtype = torch.float16 if bench.on_gpu and not _has_bf16() else torch.bfloat16
+    # A CPU is hardly ever asked to train in 16 bits, which most compute number by number.
+    dtype = torch.float32 if not bench.on_gpu else torch.bfloat16 if _has_bf16() else torch.float16
     rates: dict[str, float] = {}
     raw: dict[str, Any] = {}
     for name, (kernel, masked) in KERNELS.items():

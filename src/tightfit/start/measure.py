@@ -10,6 +10,7 @@ started on each of them: by `srun` with one task a node, or by torchrun.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ PATIENCE, GRACE_S = 2.0, 8.0
 """A part is given up after so many times its budget, and so much more."""
 LOOK_S = 0.05
 BUSY_PERCENT = 10.0  # of a GPU that is at rest: more is somebody's work
+BUSY_LOAD = 0.5  # of the cores: with more in use, what the host reaches is not what it could
 HOST_RATES = ("host_memory", "host_optimizer", "host_optimizer_together", "nvme_read", "nvme_write")
 """What a busy GPU does not change."""
 SUMMED = ("host_memory", "host_optimizer_together")
@@ -106,11 +108,16 @@ def measure_machine(
         }
         parts = [part for part in PARTS if not lacking.get(part)]
     said = [busy] if (busy := describe_busy(visible)) is not None else []
+    load, have = _load(), cores()
     found = _run(hardware, parts, node, tell, quick=quick)
     if not said and on_gpu and visible:
         after = look(whole=True)
         found_after = find_visible(after, inherited({}))[0] if after.cards else ()
         said = [busy] if (busy := describe_busy(found_after, at_rest=False)) is not None else []
+    marked = {name for name in found.rates if said and name not in HOST_RATES}
+    if load > BUSY_LOAD * have:
+        said.append(Message("measure.busy-host", load=load, cores=have))
+        marked |= {name for name in found.rates if not on_gpu or name in HOST_RATES or name == "launch_s"}
     first = visible[0] if visible else None
     measurement = Measurement(
         tightfit=find_installed("tightfit") or "",
@@ -128,11 +135,19 @@ def measure_machine(
             host_ram_bytes=hardware.host_ram_bytes,
         ),
         rates=found.rates,
-        marked=tuple(name for name in found.rates if said and name not in HOST_RATES),
+        marked=tuple(name for name in found.rates if name in marked),
         missing=found.missing,
         raw=found.raw,
     )
     return measurement, said, found.interrupted
+
+
+def _load() -> float:
+    """How many processes have wanted a core in the last minute; 0 where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def describe_busy(cards: Sequence[Card], *, at_rest: bool = True) -> Message | None:
