@@ -56,18 +56,20 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def randn(self, *shape: int, dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=dtype, requires_grad=grad)
+        """From a generator of its own: torch's may be left inside a graph that could not be captured."""
+        made = torch.Generator(self.device)
+        return torch.randn(shape, device=self.device, dtype=dtype, requires_grad=grad, generator=made)
 
     # --- time -----------------------------------------------------------------------------------
 
-    def seconds(self, run: Run, budget_s: float = 0.2) -> float:
-        """Median seconds of one call."""
+    def seconds(self, run: Run, budget_s: float = 0.2, *, graphs: bool = True) -> float:
+        """Median seconds of one call; `graphs`: it can be captured."""
         run()  # the first one loads and chooses kernels
         once = self._series(run, 1, 1)
         if once > budget_s:
             return once
         calls = 1
-        if self.on_gpu and once < SHORT_S and (graph := self._graph(run)) is not None:
+        if graphs and self.on_gpu and once < SHORT_S and (graph := self._graph(run)) is not None:
             run, calls = graph.replay, IN_A_GRAPH
             once = self._series(run, 1, 1)
         repeats = int(min(MOST, max(FEWEST, budget_s / max(once, 1e-7))))

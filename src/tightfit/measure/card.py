@@ -186,10 +186,15 @@ def _attention(bench: Bench, shape: Heads, dtype: torch.dtype, kernel: Any, mask
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked)
 
         with sdpa_kernel(kernel), _quiet():
-            seconds = bench.seconds(forward, budget_s)
+            # Dropout's numbers, which these kernels take even where nothing is dropped, cannot be captured.
+            seconds = bench.seconds(forward, budget_s, graphs=False)
             out = forward()
-            grad = torch.randn_like(out)
-            back = bench.seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), budget_s)
+            grad = bench.randn(*out.shape, dtype=dtype)
+
+            def back_again() -> object:
+                return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+            back = bench.seconds(back_again, budget_s, graphs=False)
     except RuntimeError as error:  # no such kernel for this device, this mask, or this much memory
         return " ".join(str(error).split())[:200] or type(error).__name__
     flops = (4 if masked else 2) * batch * heads * tokens * tokens * width
