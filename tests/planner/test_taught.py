@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Job
+from tightfit.messages import id_of
 from tightfit.model.load import load_model
+from tightfit.pace import step_seconds
 from tightfit.planner import plan, plan_within
 from tightfit.planner.calibration import Calibration, TimedRun, TimedShare, Training, WayMark
-from tightfit.planner.plan import Bounds, Plan
-from tightfit.planner.taught import estimate_rates, machine_mark, teach
+from tightfit.planner.plan import Bounds, Plan, Way
+from tightfit.planner.taught import estimate_rates, machine_mark, teach, timed_run
 from tightfit.types import Measured, TaughtRate
 
 TRAINING = Training(shape="s", gpu="g", method="full", precision="bf16", optimizer="adamw")
@@ -129,3 +132,28 @@ def test_only_runs_on_this_machine_with_these_rates_count() -> None:
         assert teach(other, replace(known, processor=processor), shape, levers).taught is None
     answer = plan_within(Bounds(calibration=known), first.job, first.shape, first.hardware)
     assert answer.hardware.taught == taught.taught
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.15, 1.6])
+@pytest.mark.parametrize(("word", "method"), [("8xRTX4090", "full"), ("1xA100-80GB", "lora"), ("8xH100", "full")])
+def test_the_next_plan_of_the_same_training_takes_as_long_as_the_run_did(word: str, method: Any, factor: float) -> None:
+    """In the real prices, where rates overlap and hide each other."""
+    job = Job(model="qwen2.5-7b", method=method)
+    first = plan(job, load_model(job.model), parse_hardware(word, host_ram="256GB"))
+    way = first.chosen
+    assert way is not None
+    seen = timed_run(way.shape, way.levers, way.hardware, "a processor", factor * way.pace.step_s, "2026-11-16")
+    known = Calibration(processor="a processor").with_timed(seen)
+    again = plan_within(Bounds(calibration=known), job, first.shape, first.hardware)
+    assert again.hardware.taught is not None
+    assert step_seconds(way.shape, way.levers, again.hardware) == pytest.approx(factor * way.pace.step_s, rel=0.04)
+    assert again.chosen is not None
+    assert {rate.source for rate in again.chosen.pace.rates.values()} == {"run"}
+    told = [said for said in again.because if id_of(said) == "plan.taught-by"]
+    assert bool(told) == (abs(again.chosen.pace.step_s / _untaught_s(again.chosen) - 1) >= 0.005)
+    unwanted = plan_within(Bounds(), job, first.shape, first.hardware)
+    assert unwanted.chosen == way
+
+
+def _untaught_s(way: Way) -> float:
+    return step_seconds(way.shape, way.levers, replace(way.hardware, taught=None))

@@ -336,6 +336,7 @@ def test_a_run_teaches_how_long_its_steps_took(tmp_path: Path, monkeypatch: pyte
         return Pace(step_s=0.5 + 0.5 * factor, tokens_per_s=1.0, causes={}, rates=rates)
 
     monkeypatch.setattr("tightfit.planner.taught.pace", price)
+    monkeypatch.setattr("tightfit.planner.taught.step_seconds", lambda *given: price(*given).step_s)
     found = learn_seconds(tally_of(first, 1.2), first, "a processor")
     assert found is not None
     assert (found.predicted_s, found.measured_s) == (1.0, 1.2)

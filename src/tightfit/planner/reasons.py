@@ -15,7 +15,8 @@ from tightfit.job import Job
 from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Message, Said, id_of
-from tightfit.pace import pace
+from tightfit.pace import step_seconds
+from tightfit.pace.rates import GROUPS
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.certainty import tell_apart
 from tightfit.planner.plan import Plan, Remedy, Way
@@ -36,21 +37,11 @@ _CAUSES = [
     *("plan.cause-host-link", "plan.cause-host-optimizer", "plan.cause-launch-overhead"),
 ]
 CAUSES: dict[Cause, Message] = dict(zip(get_args(Cause), map(Message, _CAUSES), strict=True))
-_RATES = {
-    "plan.rate-products": "products product_start_s",
-    "plan.rate-attention": "attention masked_attention attention_start_s",
-    "plan.rate-memory": "memory scan",
-    "plan.rate-unpacking": "unpacking",
-    "plan.rate-launch": "launch",
-    "plan.rate-host-link": "host_link",
-    "plan.rate-host-optimizer": "host_optimizer",
-    "plan.rate-host-memory": "host_memory",
-    "plan.rate-link": "link link_latency_s",
-    "plan.rate-network": "network network_latency_s",
-    "plan.rate-nvme": "nvme nvme_read nvme_write",
-}
-RATES = {name: Message(said) for said, names in _RATES.items() for name in names.split()}
-"""What a rate is about, by its name."""
+_RATES = [
+    *("plan.rate-products", "plan.rate-attention", "plan.rate-memory", "plan.rate-unpacking", "plan.rate-launch"),
+    *("plan.rate-host-link", "plan.rate-host-optimizer", "plan.rate-link", "plan.rate-network", "plan.rate-nvme"),
+]
+RATES: dict[str, Message] = dict(zip(GROUPS, map(Message, _RATES), strict=True))
 _PLACES = ("plan.at-init", "plan.at-forward", "plan.at-loss", "plan.at-backward", "plan.at-step", "plan.at-eval")
 PLACES: dict[PhaseName, Message] = dict(zip(get_args(PhaseName), map(Message, (*_PLACES, "plan.at-save")), strict=True))
 NO_LEVER = {"deepspeed_version", "dataloader_workers"}  # what a job may pin without narrowing the choice
@@ -146,8 +137,7 @@ def explain_taught(way: Way) -> tuple[Message, ...]:
     taught = way.hardware.taught
     if taught is None:
         return ()
-    plain = pace(way.shape, way.levers, replace(way.hardware, taught=None))
-    share = way.pace.step_s / plain.step_s - 1
+    share = way.pace.step_s / step_seconds(way.shape, way.levers, replace(way.hardware, taught=None)) - 1
     return () if abs(share) < 0.005 else (Message("plan.taught-by", share=share, day=taught.on),)
 
 
@@ -220,7 +210,7 @@ def _would_tell(chosen: Way, equal: Way) -> Iterator[Message]:
             known,
             way=strategy_name(chosen.levers),
             other=strategy_name(equal.levers),
-            rate=RATES.get(name, name),
+            rate=RATES[name],
         )
 
 

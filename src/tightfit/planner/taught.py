@@ -14,7 +14,7 @@ How much a run counts:
 
 - A run of the same training counts nearly in full: it is measured again to within `REPEATS`. What its rates cannot
   explain is the model's own error about this training, and is taken from all of its rates alike.
-- One of another training tells less: `MODEL_ERROR` of its error may be such an error of its own.
+- One of another training tells less: `MODEL_SPREAD` of its error may be such an error of its own.
 - What is off by more than twice counts when a second run has measured it so: a card may have been shared for once.
 - Once the rates are measured anew, or the card, the processor, a link or the network are others, what was learned
   against the old ones says nothing any more: see `machine_mark`.
@@ -22,25 +22,25 @@ How much a run counts:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from math import exp, log, log1p
+from math import exp, inf, log, log1p
 
-from tightfit.pace import pace
+from tightfit.pace import pace, step_seconds
+from tightfit.pace.rates import MODEL_SPREAD
 from tightfit.planner.calibration import Calibration, TimedRun, TimedShare, Training, mark, training_of, way_mark
 from tightfit.types import Hardware, Levers, ModelShape, Taught, TaughtRate
 
 MODEL = "model"  # beside the rates: what the model of the pace is off for the training that is planned
 REPEATS = 0.01
 """By how much median step times of one job on one machine differ from run to run. Assumed."""
-MODEL_ERROR = 0.05
-"""What a pace is off where its rates are right: what the best published predictor reaches (arXiv 2509.22832)."""
-MOST_FACTOR = 16.0
-"""No rate is believed to be further off than that, either way: that would be another machine, or another training."""
+MOST_FACTOR = 1000.0
+"""No rate is believed to be further off than that, either way: a card of which nothing is known may be far off."""
 LEAST_SHARE = 0.05  # of a step is left, however fast its rates are
 NEWEST = 32  # runs of a machine that count
 LEAST_CHANGE = 0.005  # of a rate, below which what it changes is lost in rounding
-LOOKS = 4  # at each run, around what it has changed
+LOOKS = 12  # at each run, around what it has changed
 
 
 def teach(hardware: Hardware, known: Calibration | None, shape: ModelShape, levers: Levers) -> Hardware:
@@ -68,11 +68,17 @@ def timed_run(
     bare = replace(hardware, taught=None)
     predicted = pace(shape, levers, bare)
 
-    def hanging_s(name: str, factor: float) -> float:
-        """The seconds that hang on a rate: what a step would change, were it so much slower, over that."""
-        changed = pace(shape, levers, _with(bare, TaughtRate(name=name, factor=factor, spread=0.0)))
-        return max(0.0, (changed.step_s - predicted.step_s) / (factor - 1))
+    def hanging_s(factors: Mapping[str, float]) -> dict[str, float]:
+        """The seconds that hang on each rate: what a step changes when they are so much slower, one after another, over
+        that. So what overlaps is counted once."""
+        rates, last_s, found = list[TaughtRate](), predicted.step_s, dict[str, float]()
+        for name, factor in factors.items():
+            rates.append(TaughtRate(name=name, factor=factor, spread=0.0))
+            step_s = step_seconds(shape, levers, _with(bare, *rates))
+            found[name], last_s = max(0.0, (step_s - last_s) / (factor - 1)), step_s
+        return found
 
+    spreads = {name: rate.spread for name, rate in predicted.rates.items() if rate.spread > 0}
     run = TimedRun(
         machine=machine_mark(hardware, processor),
         training=training_of(shape, levers, hardware),
@@ -83,26 +89,31 @@ def timed_run(
         shares=tuple(
             TimedShare(
                 rate=name,
-                spread=rate.spread,
-                slower_s=hanging_s(name, 1 + rate.spread),
-                faster_s=hanging_s(name, 1 / (1 + rate.spread)),
+                spread=spread,
+                slower_s=hanging_s({name: 1 + spread})[name],
+                faster_s=hanging_s({name: 1 / (1 + spread)})[name],
             )
-            for name, rate in predicted.rates.items()
-            if rate.spread > 0
+            for name, spread in spreads.items()
         ),
     )
-    for _ in range(LOOKS):  # what overlaps hangs on a rate from somewhere on: looked at where this run says it is
-        factors = {rate.name: rate.factor for rate in estimate_rates((run,), run.training)}
-        changed = [share for share in run.shares if abs(factors[share.rate] - 1) > LEAST_CHANGE]
-        at = {share.rate: hanging_s(share.rate, factors[share.rate]) for share in changed}
-        seen = [
-            replace(share, slower_s=at.get(share.rate, share.slower_s))
-            if factors[share.rate] > 1
-            else replace(share, faster_s=at.get(share.rate, share.faster_s))
-            for share in run.shares
-        ]
-        run = replace(run, shares=tuple(seen))
-    return run if run.shares else None
+    # What runs beside something longer hangs on a rate from somewhere on. So the run is looked at where it says that
+    # the rates are, half way from the last place, and what comes nearest to it is kept.
+    at, best, least = dict.fromkeys(spreads, 1.0), run, inf
+    for _ in range(LOOKS):
+        rates = estimate_rates((run,), run.training)
+        miss = abs(log(step_seconds(shape, levers, _with(bare, *rates)) / measured_s))
+        best, least = (run, miss) if miss < least else (best, least)
+        at = {rate.name: (at[rate.name] * rate.factor) ** 0.5 for rate in rates}
+        seen = hanging_s({name: at[name] for name in spreads if abs(at[name] - 1) > LEAST_CHANGE})
+        run = replace(run, shares=tuple(_seen_at(share, at[share.rate], seen.get(share.rate)) for share in run.shares))
+    return best if best.shares else None
+
+
+def _seen_at(share: TimedShare, factor: float, seconds: float | None) -> TimedShare:
+    """None: too near to tell."""
+    if seconds is None:
+        return share
+    return replace(share, slower_s=seconds) if factor > 1 else replace(share, faster_s=seconds)
 
 
 def _with(hardware: Hardware, *rates: TaughtRate, on: str = "") -> Hardware:
@@ -118,10 +129,10 @@ def estimate_rates(runs: tuple[TimedRun, ...], training: Training) -> tuple[Taug
     state = dict.fromkeys(names, 0.0)
     covariance = {one: dict.fromkeys(names, 0.0) for one in names}
     for name in names:
-        covariance[name][name] = log1p(spreads.get(name, MODEL_ERROR)) ** 2
+        covariance[name][name] = log1p(spreads.get(name, MODEL_SPREAD)) ** 2
     for run in sorted(runs, key=lambda run: run.training == training):
         own = run.training == training
-        noise = REPEATS**2 + (0.0 if own else MODEL_ERROR**2)
+        noise = REPEATS**2 + (0.0 if own else MODEL_SPREAD**2)
         before, gain, leans = dict(state), dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         for _ in range(LOOKS):
             longer_s, slopes = 0.0, dict.fromkeys(names, 0.0)
