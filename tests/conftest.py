@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,8 +45,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # What tests compare is English, on a Chinese machine too.
 os.environ["TIGHTFIT_LANG"] = "en"
 
-# What was measured on this machine is not what a test counts on.
-os.environ["XDG_DATA_HOME"] = str(Path(tempfile.gettempdir()) / f"tightfit-tests-{os.getuid()}" / "nothing-measured")
+# What was measured on this machine is not what a test counts on, and nothing can be kept in this folder.
+os.environ["XDG_DATA_HOME"] = "/dev/null/nothing"
 
 # Tests have caches of their own; a compilation costs a minute. One ninja for all: another would compile anew, and so
 # would another environment's DeepSpeed, each in turn.

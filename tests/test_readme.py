@@ -36,7 +36,7 @@ cutoff_len: 256
 output_dir: saves
 bf16: true
 """
-ENDS = {"tightfit ui": "--help", "tightfit watch": "--once", "tightfit train": "--help", "tightfit run": "--help"}
+ENDS = {f"tightfit {verb}": "--help" for verb in ("ui", "train", "run", "measure")} | {"tightfit watch": "--once"}
 """Verbs that were only named, with the flag that lets them end."""
 TORCH = ("tightfit train", "tightfit export")
 """Verbs whose work is done by processes that load torch."""
