@@ -482,7 +482,7 @@ def test_runs_that_end_together_lose_nothing(tmp_path: Path) -> None:
 
 def test_a_run_that_left_much_unused_hears_of_the_faster_plan() -> None:
     """Less was measured than predicted, so a way fits now that was too large."""
-    first = planned("plain", 4096)
+    first = planned("plain", 8192)
     way = way_of(first)
     peak = way.footprint.gpu.peak_bytes // 2
     entry = learned(events_of(first, peak - way.footprint.gpu.peak_bytes), first)
