@@ -37,6 +37,7 @@ from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.pace import pace
 from tightfit.planner import Tiered, question_of
+from tightfit.planner.certainty import choose
 from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
@@ -229,10 +230,12 @@ class Answered:
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """What is drawn: the chosen way first, then its rivals; of a tier's, what would be chosen without it."""
-        rivals = [way for way in worth_showing(self.plan) if way is not self.plan.chosen]
+        """What is drawn: the chosen way first, or the one that would be of those that were guessed, then its rivals; of
+        a tier's, what would be chosen without it."""
+        first = self.plan.chosen or choose(self.plan.alternatives)
+        rivals = [way for way in worth_showing(self.plan) if way is not first]
         free = self.tiered.free.chosen if self.tiered is not None and self.tiered.free is not None else None
-        return (*((self.plan.chosen,) if self.plan.chosen else ()), *rivals, *((free,) if free else ()))
+        return (*((first,) if first else ()), *rivals, *((free,) if free else ()))
 
     @cached_property
     def files(self) -> dict[str, str] | Said:
