@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tightfit.hardware.words import parse_hardware
+from tightfit.inputs.flags import flags_from_levers
 from tightfit.job import Job
+from tightfit.job.fields import FREE_LEVERS
 from tightfit.messages import id_of
 from tightfit.model.load import load_model
 from tightfit.pace import step_seconds
@@ -151,8 +153,17 @@ def test_the_next_plan_of_the_same_training_takes_as_long_as_the_run_did(word: s
     assert {rate.source for rate in again.chosen.pace.rates.values()} == {"run"}
     told = [said for said in again.because if id_of(said) == "plan.taught-by"]
     assert bool(told) == (abs(again.chosen.pace.step_s / _untaught_s(again.chosen) - 1) >= 0.005)
+    same = plan_within(Bounds(calibration=known), replace(job, levers=_pins(way)), first.shape, first.hardware).chosen
+    assert same is not None
+    assert same.pace.low_s < factor * way.pace.step_s < same.pace.high_s
+    assert same.pace.high_s / same.pace.low_s < 1.09  # it has run before, and its rates leave open what they may
     unwanted = plan_within(Bounds(), job, first.shape, first.hardware)
     assert unwanted.chosen == way
+
+
+def _pins(way: Way) -> dict[str, Any]:
+    """What makes it the way of a plan again."""
+    return {flag: value for flag, value in flags_from_levers(way.levers).items() if flag in FREE_LEVERS}
 
 
 def _untaught_s(way: Way) -> float:

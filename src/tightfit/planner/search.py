@@ -22,6 +22,7 @@ from tightfit.planner.candidates import Corner, complexity, corners, frugal, str
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
+from tightfit.planner.taught import narrow
 from tightfit.types import Buckets, Levers
 
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
@@ -229,7 +230,13 @@ def _way(question: Question, levers: Levers, *, fits: bool) -> Way:
         levers=levers,
         hardware=question.hardware,
         footprint=weigh(question, levers),
-        pace=pace(question.shape, levers, question.hardware),
+        pace=narrow(
+            pace(question.shape, levers, question.hardware),
+            question.calibration,
+            question.shape,
+            levers,
+            question.hardware,
+        ),
         fits=fits,
         gpu_limit_bytes=question.gpu_limit_bytes,
         correction=correction_of(question, levers),

@@ -25,12 +25,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from math import exp, inf, log, log1p
+from math import exp, inf, isclose, log, log1p
 
 from tightfit.pace import pace, step_seconds
 from tightfit.pace.rates import MODEL_SPREAD
 from tightfit.planner.calibration import Calibration, TimedRun, TimedShare, Training, mark, training_of, way_mark
-from tightfit.types import Hardware, Levers, ModelShape, Taught, TaughtRate
+from tightfit.types import Hardware, Levers, ModelShape, Pace, Taught, TaughtRate
 
 MODEL = "model"  # beside the rates: what the model of the pace is off for the training that is planned
 REPEATS = 0.01
@@ -107,6 +107,25 @@ def timed_run(
         seen = hanging_s({name: at[name] for name in spreads if abs(at[name] - 1) > LEAST_CHANGE})
         run = replace(run, shares=tuple(_seen_at(share, at[share.rate], seen.get(share.rate)) for share in run.shares))
     return best if best.shares else None
+
+
+def narrow(found: Pace, known: Calibration | None, shape: ModelShape, levers: Levers, hardware: Hardware) -> Pace:
+    """The pace with the range of what has run before: between what is predicted now and what was measured then, and as
+    much beyond as runs differ. The same job is known again by the same prediction."""
+    if known is None or hardware.taught is None:
+        return found
+    bare_s = step_seconds(shape, levers, replace(hardware, taught=None))
+    machine, training, way = (
+        machine_mark(hardware, known.processor),
+        training_of(shape, levers, hardware),
+        way_mark(levers),
+    )
+    for run in known.timed:
+        same = run.counts and (run.machine, run.training, run.way) == (machine, training, way)
+        if same and isclose(run.predicted_s, bare_s, rel_tol=1e-9):
+            low_s, high_s = min(found.step_s, run.measured_s), max(found.step_s, run.measured_s)
+            return replace(found, low_s=low_s / (1 + 2 * REPEATS), high_s=high_s * (1 + 2 * REPEATS))
+    return found
 
 
 def _seen_at(share: TimedShare, factor: float, seconds: float | None) -> TimedShare:
