@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tightfit.cli.flags import Parser, hang_timeout_s, print_json, read_options
-from tightfit.desk.calibration import Calibrations
+from tightfit.desk.calibration import Calibrations, known_here
 from tightfit.hardware.named import read_hardware
 from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.surroundings import cache_folder, inherited
@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> int:
     planner = Planner(
         hardware=read_hardware(options.gpus, host_ram=ram),
         allow=options.read_allowed(),
-        calibration=None if options.no_calibration else calibrations.read(),
+        calibration=None if options.no_calibration else known_here(),
         wait=wait,
         model=options.model,
         sequence=options.seq,

@@ -30,9 +30,13 @@ _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 def calibration_of(request: Request, job: Job) -> Calibration | None:
     """None: it is not wanted, so nothing is written down at the end either."""
-    if not request.calibrates:
-        return None
-    return replace(Calibrations(cache_folder()).read(job), processor=f"{os.cpu_count()} × {processor_here()}")
+    return known_here(job) if request.calibrates else None
+
+
+def known_here(job: Job | None = None) -> Calibration:
+    """All that runs of this account have taught, for planning on this machine."""
+    processor = f"{os.cpu_count()} × {processor_here()}"
+    return replace(Calibrations(cache_folder()).read(job), processor=processor)
 
 
 class Calibrations:
