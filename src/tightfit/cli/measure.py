@@ -13,10 +13,11 @@ from pathlib import Path
 
 from tightfit.cli.flags import Parser, print_json
 from tightfit.cli.progress import ProgressLine
+from tightfit.hardware.machine import this_machine
 from tightfit.hardware.measured import PARTS, place_of, write_measured
 from tightfit.inputs.surroundings import inherited
 from tightfit.messages import Listing, Message, say_why, text
-from tightfit.start.measure import find_node, measure_machine
+from tightfit.start.measure import assumed_rates, find_node, measure_machine
 from tightfit.types import ConfigError
 
 NOTHING, INTERRUPTED = 3, 130
@@ -64,7 +65,7 @@ def measure(argv: Sequence[str]) -> int:
         from tightfit.screen import open_console
         from tightfit.screen.measure import draw_measurement
 
-        draw_measurement(open_console(), found, [*said, *places])
+        draw_measurement(open_console(), found, assumed_rates(this_machine()), [*said, *places])
     if interrupted:
         print(f"tightfit: {text('measure.interrupted-kept')}", file=sys.stderr)
     return INTERRUPTED if interrupted else 0

@@ -43,7 +43,7 @@ PARTS: Mapping[str, Part] = {
     "host_memory": Part(Message("measure.part-host-memory"), 3, 1),
     "collectives": Part(Message("measure.part-collectives"), 10, 3),
     "nvme": Part(Message("measure.part-nvme"), 8, 8),
-    "network": Part(Message("measure.part-network"), 10, 4),
+    "network": Part(Message("measure.part-network"), 10, 10),
 }
 """In the order in which they are measured."""
 MOST_BYTES = 16 * 2**20

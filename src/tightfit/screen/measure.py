@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -13,10 +13,13 @@ from tightfit.screen import say, table_of
 MARK = " *"
 
 
-def draw_measurement(console: Console, found: Measurement, said: Sequence[Said]) -> None:
-    table = table_of("", "screen.measured")
+def draw_measurement(console: Console, found: Measurement, assumed: Mapping[str, float], said: Sequence[Said]) -> None:
+    """`assumed`: what plans would go by otherwise, as far as they would."""
+    table = table_of("", "screen.measured", *(["screen.assumed"] if assumed else []))
     for name, rate in found.rates.items():
-        table.add_row(name, rate_words(name, rate) + (MARK if name in found.marked else ""))
+        words = rate_words(name, rate) + (MARK if name in found.marked else "")
+        before = [rate_words(name, assumed[name]) if name in assumed else ""] if assumed else []
+        table.add_row(name, words, *before)
     console.print(table)
     for sentence in said:
         say(console, sentence)
@@ -30,4 +33,4 @@ def rate_words(name: str, rate: float) -> str:
         return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.3g} GFLOP/s"
     if name.startswith("host_optimizer"):
         return f"{rate / 1e9:.3g} G/s"
-    return f"{rate / 1e9:.3g} GB/s"
+    return f"{rate / 1e9:.3g} GB/s" if rate < 1e12 else f"{rate / 1e12:.3g} TB/s"

@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 from tightfit.hardware.doctor.gpus import describe_process
 from tightfit.hardware.machine import find_visible, fingerprint_of, look, name_of, this_machine
@@ -31,9 +31,10 @@ from tightfit.inputs.records import parse_json
 from tightfit.inputs.surroundings import cache_folder, cores, inherited, is_installed
 from tightfit.inputs.versions import find_installed
 from tightfit.messages import Listing, Message, from_json
+from tightfit.pace.rates import know_rates
 from tightfit.runs.launch import Ranks, RankStart
 from tightfit.runs.reservations import free_port
-from tightfit.types import ConfigError, Hardware, HardwareError
+from tightfit.types import ConfigError, Hardware, HardwareError, Precision
 
 WORKER = (sys.executable, "-m", "tightfit.measure")
 START_S = 60.0  # to import torch from a slow disk, and to meet
@@ -49,6 +50,7 @@ HOST_RATES = ("host_memory", "host_optimizer", "host_optimizer_together", "nvme_
 SUMMED = ("host_memory", "host_optimizer_together")
 """Rates of all ranks of the node together. Of all others the slowest rank's counts, for which the others wait."""
 
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Tell = Callable[[str, int, int], None]
 """Of a part that is begun: its name, its number, and how many there are."""
 
@@ -148,6 +150,27 @@ def _load() -> float:
         return os.getloadavg()[0]
     except (OSError, AttributeError):
         return 0.0
+
+
+def assumed_rates(hardware: Hardware) -> dict[str, float]:
+    """What a plan would go by if nothing had been measured, by the names of the rates; of a CPU nothing is known."""
+    if hardware.gpu.vendor == "cpu":
+        return {}
+    plain, many = replace(hardware, measured=None, taught=None), hardware.gpus_per_node > 1
+    found = {f"products.{precision}": know_rates(plain, precision).known["products"] for precision in PRECISIONS}
+    known = know_rates(plain, "bf16").known
+    for group, name in (
+        ("memory", "memory_copy"),
+        ("unpacking", "unpacking"),
+        ("launch", "launch_s"),
+        ("host_link", "host_link_together" if many else "host_link"),
+        ("host_optimizer", "host_optimizer_together" if many else "host_optimizer"),
+        ("link", "link"),
+        ("network", "network"),
+        ("nvme", "nvme_read"),
+    ):
+        found[name] = known[group]
+    return {name: each.value for name, each in found.items()}
 
 
 def describe_busy(cards: Sequence[Card], *, at_rest: bool = True) -> Message | None:
