@@ -13,14 +13,23 @@ import pytest
 from tightfit.memory.activations import setting_of
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace import pace
-from tightfit.pace.rates import ATTENTION_BACK, DIAGONAL_TOKENS, GROUPED_SHARE, HEAD_SHARES, Card, rates_of
-from tightfit.pace.work import head_time, layer_time
+from tightfit.pace.rates import (
+    ATTENTION_BACK,
+    CLOCK_BY_POWER,
+    DIAGONAL_TOKENS,
+    GROUPED_SHARE,
+    HEAD_SHARES,
+    Card,
+    rates_of,
+)
+from tightfit.pace.work import head_time, layer_time, passes_of
 from tightfit.types import Attention, Block, Checkpointing, Gpu, Hardware, Levers, Lora, ModelShape
 
 KERNELS = {"flash": 1, "cudnn": 1, "efficient": 1, "masked_cudnn": 1, "masked_efficient": 1}
-MEMORY = {"memory": 1e30, "casting": 1e30, "reducing": 1e30, "strided": 1e30, "kernel_start_s": 0, "unpacking": 1}
-FLOPS = Card(products=1, product_start_s=0, **KERNELS, **MEMORY)
-UNIT = Gpu(name="one", vendor="nvidia", arch="sm_90", memory_bytes=2**40, bf16_flops=1, memory_bytes_per_s=1e30)
+MEMORY = {"memory": 1e30, "casting": 1e30, "softmax": 1e30, "reducing": 1e30, "strided": 1e30}
+MEMORY |= {"kernel_start_s": 0, "unpacking": 1}
+FLOPS = Card(products=1, product_start_s=0, power=1, **KERNELS, **MEMORY)
+UNIT = Gpu(name="one", vendor="nvidia", arch="sm_80", memory_bytes=2**40, bf16_flops=1, memory_bytes_per_s=1e30)
 COUNTING = replace(UNIT, name="counts", bf16_flops=1 / rates_of(Hardware(gpu=UNIT), "bf16").card.products)
 NONE = Checkpointing(layers=0)
 LEVERS = Levers(sequence=512, micro_batch=3)
@@ -65,7 +74,7 @@ def test_a_layer_is_its_matrices_and_half_of_its_attention() -> None:
     linear, attention = 2 * TOKENS * matrices(block), attention_time(block, 512 / 2)
     forward, back = time_of(model, LEVERS)
     assert forward == pytest.approx(linear + attention)
-    assert back == pytest.approx(2 * linear + ATTENTION_BACK["cudnn"] * attention)
+    assert back == pytest.approx(2 * linear + ATTENTION_BACK["flash"] * attention)
 
 
 def test_eager_attention_computes_what_the_mask_hides() -> None:
@@ -114,7 +123,7 @@ def test_experts_count_the_tokens_that_reach_them() -> None:
     attention = attention_time(block, 256)
     assert router
     assert forward == pytest.approx(2 * TOKENS * others + experts + attention, rel=1e-3)
-    assert back == pytest.approx(2 * (2 * TOKENS * others + experts) + ATTENTION_BACK["cudnn"] * attention, rel=1e-3)
+    assert back == pytest.approx(2 * (2 * TOKENS * others + experts) + ATTENTION_BACK["flash"] * attention, rel=1e-3)
 
 
 def test_the_head_is_one_product_and_its_two_gradients() -> None:
@@ -131,7 +140,7 @@ def test_the_head_is_one_product_and_its_two_gradients() -> None:
 def test_a_thin_product_takes_as_long_as_its_bytes() -> None:
     """Decoding one token reads every weight for two operations each."""
     model, one = shape(), replace(LEVERS, sequence=1, micro_batch=1)
-    slow_memory = FLOPS._replace(products=1e30, cudnn=1e30, memory=1)
+    slow_memory = FLOPS._replace(products=1e30, flash=1e30, memory=1)
     forward, _ = time_of(model, one, slow_memory)
     assert forward == pytest.approx(2 * matrices(model.blocks[0]), rel=0.01)
 
@@ -161,3 +170,17 @@ def test_half_of_the_layers_recompute_half() -> None:
     model, hardware = shape(), Hardware(gpu=COUNTING)
     half = pace(model, replace(LEVERS, checkpointing=Checkpointing(layers=2)), hardware).causes["recomputation"]
     assert half == pytest.approx(pace(model, LEVERS, hardware).causes["recomputation"] / 2)
+
+
+def test_a_card_at_its_power_limit_is_slower_at_products_alone() -> None:
+    """What waits for memory lets it cool: a step that is half traffic keeps its clock."""
+    model, levers = shape(), replace(LEVERS, checkpointing=NONE)
+    hot = FLOPS._replace(power=1.4)
+    rates = rates_of(Hardware(gpu=COUNTING), "bf16")
+    plain = passes_of(model, levers, COUNTING, rates._replace(card=FLOPS), recomputing=0)
+    limited = passes_of(model, levers, COUNTING, rates._replace(card=hot), recomputing=0)
+    assert limited.products == pytest.approx(plain.products * 1.4**CLOCK_BY_POWER)
+    mixed = FLOPS._replace(power=1.4, memory=plain.products / plain.products_back, kernel_start_s=1e12)
+    cool = passes_of(model, levers, COUNTING, rates._replace(card=mixed), recomputing=0)
+    assert cool.traffic > 0
+    assert 1 <= cool.throttle < limited.throttle

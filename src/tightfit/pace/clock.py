@@ -102,7 +102,7 @@ class Clock:
         layers = [layer_time(block, shape.hidden_size, setting, self.rates.card) for block in shape.blocks]
         again = [
             (
-                layer.products + layer.traffic + layer.unpacking,
+                passes.throttle * layer.products + layer.traffic + layer.unpacking,
                 self.rates.launch * (layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules)),
             )
             for layer in layers

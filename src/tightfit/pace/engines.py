@@ -40,9 +40,12 @@ class PassTimes(NamedTuple):
     traffic_back: float
     unpacking_back: float
     recomputed: float
+    recomputed_products: float  # of that
     host_back: float
     head: float  # of the forward pass, the head and its loss on the GPU
+    head_products: float
     head_host: float
+    throttle: float  # how much longer products take than at full clock
 
     @property
     def forward_gpu(self) -> float:

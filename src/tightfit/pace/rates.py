@@ -22,10 +22,18 @@ from tightfit.types import Gpu, Hardware, Levers, Precision, RateSource
 
 # --- the GPU ------------------------------------------------------------------------------------
 
-IN_STEP = {"sm_90": 0.89, "": 0.95}
+IN_STEP = {"sm_90": 1.0, "": 0.95}
 """Of what large products reach one by one, what they reach in a training step, between other kernels and with the card
-warm. sm_90: measured, 700 of 790 TFLOP/s over whole steps, 730-780 in single layers, before power limits it. Others,
-whom it limits less: published steps of llm-foundry and torchtitan on A100s, up to 2048 tokens."""
+warm, the limit of its power apart. sm_90: measured in the layers of twelve models. Others: published steps of
+llm-foundry and torchtitan on A100s, up to 2048 tokens."""
+PRODUCT_POWER = {"sm_90": 1.376, "": 1.0}
+"""What products alone would draw at full clock, over what the card may draw. Measured on an H200: after a second of
+nothing else they reach 690 of 790 TFLOP/s, and the clock goes with power to `CLOCK_BY_POWER`. Cards of other
+architectures are taken to keep their clock, as far as the share that they reach does not have it already."""
+OTHER_POWER = 0.64
+"""Likewise of kernels that wait for memory. Assumed: 450 of 700 W; whole steps on the H200 agree with it."""
+CLOCK_BY_POWER = 0.4
+"""Power grows with clock and voltage, as the 2.5th power of the clock. Assumed: the usual figure near the limit."""
 GROUPED_SHARE = 0.6
 """Of that, reached by the grouped product of a mixture of experts. Measured on one model."""
 PRODUCT_START_S = 4e-6
@@ -55,6 +63,8 @@ WIDE_EFFICIENT_BACK = 9.0
 
 CASTING_BYTES_PER_S = 2.1e12
 """Casts between 16 and 32 bits on an H200, whose memory is faster than its kernels: bound by instructions. Measured."""
+SOFTMAX_BYTES_PER_S = 2.0e12
+"""Likewise the softmax of a vocabulary, forward. Measured."""
 REDUCING_BYTES_PER_S = 2.5e12
 """Likewise means over rows. Measured."""
 STRIDED_BYTES_PER_S = 1.05e12
@@ -94,6 +104,8 @@ UNKNOWN_FLOPS, UNKNOWN_BANDWIDTH = 100e12, 0.8e12
 
 OPERATION_S = 58e-6
 """Python, dispatcher and launch of one operation of a layer's tape (two kernels or so). Measured."""
+MEASURED_LAUNCH_S = 66e-6
+"""What `tightfit measure` finds for an operation on a host where these constants hold. Measured."""
 LAUNCHES_ELSEWHERE = 0.5
 """Host seconds of other machines over those of the measured one, which is a slow virtual machine. Published: at 256 and
 512 tokens, where launches are all, Qwen's README has 1.7-2.6 times the measured host's pace on A100s."""
@@ -162,8 +174,9 @@ MODEL_SPREAD = 0.05
 class Card(NamedTuple):
     """What one GPU reaches in the working precision."""
 
-    products: float  # FLOP/s of large matrix products
+    products: float  # FLOP/s of large matrix products, at full clock
     product_start_s: float
+    power: float  # what they draw over what the card may draw
     flash: float  # FLOP/s of each attention kernel, without a mask those of the causal half alone
     cudnn: float
     efficient: float
@@ -171,6 +184,7 @@ class Card(NamedTuple):
     masked_efficient: float
     memory: float  # bytes/s of its own memory
     casting: float
+    softmax: float
     reducing: float
     strided: float
     kernel_start_s: float
@@ -195,7 +209,7 @@ class Rates(NamedTuple):
 GROUPS = {
     "products": ("products", "product_start_s"),
     "attention": ("flash", "cudnn", "efficient", "masked_cudnn", "masked_efficient"),
-    "memory": ("memory", "casting", "reducing", "strided", "kernel_start_s"),
+    "memory": ("memory", "casting", "softmax", "reducing", "strided", "kernel_start_s"),
     "unpacking": ("unpacking",),
     "launch": ("launch",),
     "host_link": ("host_link",),
@@ -240,7 +254,7 @@ def know_rates(hardware: Hardware, precision: Precision, *, rehearsal: bool = Fa
     network: RateSource = "given" if hardware.network_bytes_per_s is not None else "assumed"
     rates = Rates(
         card=card,
-        launch=found.seconds("launch_s", "launch", launch * OPERATION_S, 0.4, "published") / OPERATION_S,
+        launch=found.seconds("launch_s", "launch", launch * MEASURED_LAUNCH_S, 0.4, "published") / MEASURED_LAUNCH_S,
         host_link=found.speed(
             "host_link" if ranks == 1 else "host_link_together",
             "host_link",
@@ -319,8 +333,12 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
     elif gpu.bf16_flops is None and gpu.fp16_flops is not None:
         peak = half / 8  # no bf16 of its own: computed on the fp32 units of a card before Ampere
     spread = usual.products.spread if stated == "data sheet" else 0.6
-    products = found.speed(f"products.{precision}", "products", peak * usual.products.value, spread, stated)
-    products *= IN_STEP.get(gpu.arch or "", IN_STEP[""])
+    arch = gpu.arch or ""
+    power = PRODUCT_POWER.get(arch, PRODUCT_POWER[""])
+    in_step = peak * usual.products.value * IN_STEP.get(arch, IN_STEP[""])
+    # `tightfit measure` keeps the card at products and nothing else.
+    sustained = power**-CLOCK_BY_POWER
+    products = found.speed(f"products.{precision}", "products", in_step * sustained, spread, stated) / sustained
     clocks = _find_clocks(gpu)
     memory = found.speed("memory_copy", "memory", bandwidth * usual.memory.value, usual.memory.spread, stated)
 
@@ -334,6 +352,7 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
     return Card(
         products=products,
         product_start_s=found.seconds("product_start_s", "products", PRODUCT_START_S),
+        power=power,
         flash=attend("flash"),
         cudnn=attend("cudnn"),
         efficient=attend("efficient"),
@@ -341,6 +360,7 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
         masked_efficient=attend("masked_efficient"),
         memory=memory,
         casting=min(memory, found.speed("memory_cast", "memory", CASTING_BYTES_PER_S * clocks)),
+        softmax=min(memory, SOFTMAX_BYTES_PER_S * clocks),
         reducing=min(memory, REDUCING_BYTES_PER_S * clocks),
         strided=min(memory, STRIDED_BYTES_PER_S * clocks),
         kernel_start_s=KERNEL_START_S,

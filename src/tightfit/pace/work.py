@@ -109,6 +109,9 @@ def _backward_s(ops: list[Op], card: Card) -> float:
         gradient = sum([slot.size for slot in op.outputs])
         times = len(wanted) + (1 if op.weight_grad else 0)
         made = sum([slot.size for slot in wanted])
+        if gradient < made and op.outputs[0].storage is not op.outputs[0]:  # a slice: laid into zeros
+            seconds += made / card.memory + 2 * gradient / card.strided + 2 * card.kernel_start_s
+            continue
         moved = times * gradient + made + sum([slot.size for slot in op.saves]) + 2 * op.backward_temp + op.again_back
         kernels = 9 if op.again_back else times + (2 if op.backward_temp else 0)
         seconds += moved / _speed(op, card, widens=made > gradient) + kernels * card.kernel_start_s
@@ -207,7 +210,7 @@ def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trai
     upcast = width + FP32 if width < FP32 else 0
     capped = 6 * width * logits / card.memory if shape.final_softcap else 0.0
     # Widened, then read and written by a softmax; backwards zeros, the softmax's gradient from it and them, narrowed.
-    forward = logits * (upcast / card.casting + 2 * FP32 / card.reducing) + capped
+    forward = logits * (upcast / card.casting + 2 * FP32 / card.softmax) + capped
     back = logits * ((FP32 + upcast) / card.memory + 3 * FP32 / card.reducing) + capped
     trains = setting.trains_base or setting.trains_embedding
     embedding = vocab * hidden * width / card.memory if trains else 0.0  # a gradient of zeros, filled by token
@@ -234,11 +237,29 @@ def passes_of(shape: ModelShape, levers: Levers, gpu: Gpu, rates: Rates, *, reco
     plain, modules, modules_back = _plain(
         shape, setting_of(levers, gpu), rates.card, recomputing, frozen_of(levers), levers.loss == "fused"
     )
+    slower = _throttle(plain, rates.card)
     return plain._replace(
+        products=slower * plain.products,
+        products_back=slower * plain.products_back,
+        recomputed=plain.recomputed + (slower - 1) * plain.recomputed_products,
+        recomputed_products=slower * plain.recomputed_products,
+        head=plain.head + (slower - 1) * plain.head_products,
+        throttle=slower,
         host=rates.launch * (plain.host + engines.hooks(levers, modules)),
         head_host=rates.launch * plain.head_host,
         host_back=rates.launch * (plain.host_back + engines.hooks(levers, modules_back)),
     )
+
+
+def _throttle(plain: PassTimes, card: Card) -> float:
+    """How much longer products take because the card may not draw more power: it averages over many kernels. What
+    recomputes has the mix of what does not."""
+    products, others = plain.products + plain.products_back, plain.traffic + plain.traffic_back
+    if card.power <= 1:
+        return 1.0
+    power = (card.power * products + constants.OTHER_POWER * others) / (products + others)
+    slower: float = max(1.0, power) ** constants.CLOCK_BY_POWER
+    return slower
 
 
 def frozen_of(levers: Levers) -> int:
@@ -258,7 +279,7 @@ def _plain(
         layer = layer_time(block, shape.hidden_size, setting, card)
         counted.append((layer, shape.pattern.count(kind), anew, back))
     products = traffic = unpacking = host = 0.0
-    products_back = traffic_back = unpacking_back = again_s = host_back = 0.0
+    products_back = traffic_back = unpacking_back = again_s = again_products = host_back = 0.0
     modules = modules_back = 0
     for layer, count, anew, back in counted:
         products += count * layer.products
@@ -269,9 +290,11 @@ def _plain(
         traffic_back += back * layer.traffic_back
         unpacking_back += back * layer.unpacking
         again_s += anew * (layer.products + layer.traffic + layer.unpacking)
+        again_products += anew * layer.products
         host_back += back * layer.host_back + anew * (layer.host + constants.CHECKPOINTED_LAYER_S)
         modules += count * layer.modules
         modules_back += (back + anew) * layer.modules
     forward, head = (products, traffic, unpacking, host), counted[0][0]
-    backward = (products_back, traffic_back, unpacking_back, again_s, host_back)
-    return PassTimes(*forward, *backward, head.products + head.traffic, head.host), modules, modules_back
+    backward = (products_back, traffic_back, unpacking_back, again_s, again_products, host_back)
+    of_head = (head.products + head.traffic, head.products, head.host)
+    return PassTimes(*forward, *backward, *of_head, throttle=1.0), modules, modules_back
