@@ -59,9 +59,8 @@ def attention_flops(block: Block, keys: float) -> float:
 
 
 def attention_time(block: Block, keys: float) -> float:
-    """Of a fused kernel without a mask: it computes whole blocks around the diagonal, and narrow heads more slowly."""
-    assert isinstance(block.mixer, Attention)
-    return attention_flops(block, keys + DIAGONAL_TOKENS) / HEAD_SHARES[block.mixer.head_dim]
+    """Of a fused kernel without a mask: it computes whole blocks around the diagonal."""
+    return attention_flops(block, keys + DIAGONAL_TOKENS)
 
 
 def time_of(model: ModelShape, levers: Levers, card: Card = FLOPS) -> tuple[float, float]:

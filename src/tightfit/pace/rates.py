@@ -56,6 +56,8 @@ DIAGONAL_TOKENS = 400
 short sequence leaves idle. Measured: 285-530, from 1024 to 16384 tokens, cuDNN and flash."""
 HEAD_SHARES = {32: 0.5, 64: 0.77, 80: 0.66, 96: 0.78, 112: 0.88}
 """What heads of other widths reach of it. Measured; narrower than 64 assumed."""
+FLASH_HEAD_SHARES = {32: 0.6, 80: 0.84, 112: 0.92}
+"""Likewise of flash, which pads less. Measured; 32 and 112 assumed."""
 ATTENTION_BACK = {"flash": 2.7, "cudnn": 2.95, "efficient": 3.25, "masked_cudnn": 2.92, "masked_efficient": 2.55}
 """Time of attention's backward pass over its forward. Measured. Its arithmetic is 2.5 times."""
 WIDE_EFFICIENT_BACK = 9.0

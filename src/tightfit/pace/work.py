@@ -182,7 +182,8 @@ def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float
         return once, 2 * once
     name = f"masked_{kernel}" if masked else kernel
     keys += 0 if masked else constants.DIAGONAL_TOKENS
-    share = constants.HEAD_SHARES.get(mixer.head_dim, 1.0)
+    shares = constants.FLASH_HEAD_SHARES if kernel == "flash" else constants.HEAD_SHARES
+    share = shares.get(mixer.head_dim, 1.0)
     once = flops * keys / (getattr(card, name) * share) + card.product_start_s
     wide = kernel == "efficient" and mixer.head_dim > WIDE_HEAD
     return once, once * (constants.WIDE_EFFICIENT_BACK if wide else constants.ATTENTION_BACK[name])
