@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from accuracy import percent, words_of
 from rows import DATA, GIVEN, OWN, PACE, PACE_LATER, Row, levers_of, read_rows, shape_of
 
+from tightfit.hardware.measured import read_measured
 from tightfit.hardware.words import parse_hardware
 from tightfit.model.load import load_model
 from tightfit.pace import pace, rates
@@ -42,7 +43,8 @@ from tightfit.types import Levers, Pace
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "pace.md"
-PREDICTED_FIRST = DATA / "h200-pace2-predicted.json"
+MACHINE = DATA / "h200-machine.json"
+"""What `tightfit measure` found on the machine of the newest runs, before they ran."""
 BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 APART = 1.2
 ENOUGH_STEPS = 10
@@ -82,14 +84,23 @@ def timed(row: Row) -> Timed:
     return Timed(row, predicted, _predicted_first()[row.id] if row.pace_frozen else None)
 
 
+def with_measurement(row: Row) -> float:
+    """The error of the prediction for the machine as it was measured."""
+    hardware = replace(parse_hardware(f"{row.scenario['world']}xH200"), measured=read_measured(MACHINE).measured)
+    predicted = pace(shape_of(row.scenario), levers_of(row.scenario), hardware, rehearsal=True)
+    return predicted.step_s / row.step_s - 1
+
+
 @lru_cache(maxsize=1)
 def _predicted_first() -> dict[str, float]:
-    found: dict[str, float] = json.loads(PREDICTED_FIRST.read_text(encoding="utf-8"))["step_s"]
+    found: dict[str, float] = {}
+    for path in PACE_LATER:
+        found |= json.loads(path.with_name(f"{path.stem}-predicted.json").read_text(encoding="utf-8"))["step_s"]
     return found
 
 
 def all_runs() -> list[Timed]:
-    return [timed(row) for row in read_rows(*[path for path in (GIVEN, OWN, PACE, PACE_LATER) if path.exists()])]
+    return [timed(row) for row in read_rows(GIVEN, OWN, PACE, *PACE_LATER)]
 
 
 # --- ranking ------------------------------------------------------------------------------------
@@ -235,10 +246,17 @@ def errors_line(name: str, errors: Sequence[float]) -> str:
 
 def summary(runs: Sequence[Timed]) -> str:
     learnt, later, short = _groups(runs)
+    last = [each for each in later if each.row.source == PACE_LATER[-1].name]
     groups = {
-        "there when the constants were set": [each.error for each in learnt],
-        "measured afterwards: as predicted before": [each.first_error for each in later],
-        "the same runs, as predicted now": [each.error for each in later],
+        "there when the constants were first set": [each.error for each in learnt],
+        **{
+            f"{name}, as predicted before they were measured": [
+                each.first_error for each in later if each.row.source == path.name
+            ]
+            for name, path in zip(("measured afterwards", "later", "last"), PACE_LATER, strict=True)
+        },
+        "the last, with what `tightfit measure` had found before": [with_measurement(each.row) for each in last],
+        "all of these as predicted now": [each.error for each in later],
         "fewer than ten steps, for information": [each.error for each in short],
     }
     lines = [

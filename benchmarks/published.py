@@ -199,7 +199,7 @@ def _choice(group: Sequence[Reading]) -> float:
 def reserved_shares() -> Mapping[bool, float]:
     """The most that PyTorch reserved over what tensors held, in our own runs; True: of engines that gather weights."""
     shares: dict[bool, float] = {}
-    for path in (GIVEN, OWN, PACE, PACE_LATER, RESERVED):
+    for path in (GIVEN, OWN, PACE, *PACE_LATER, RESERVED):
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for gathers, share in filter(None, map(_reserved_share, map(json.loads, lines))):
             shares[gathers] = max(shares.get(gathers, 1.0), share)

@@ -31,11 +31,12 @@ DATA = Path(__file__).parent / "data"
 GIVEN = DATA / "h200-peaks.jsonl"
 OWN = DATA / "h200-own.jsonl"
 PACE = DATA / "h200-pace.jsonl"
-PACE_LATER = DATA / "h200-pace2.jsonl"
-"""Measured after the constants of the pace model had been set."""
+PACE_LATER = tuple(DATA / f"h200-pace{number}.jsonl" for number in (2, 3, 4))
+"""Measured after the constants of the pace model had been set as they were then. The third file taught the model of
+`pace/` what it is now, the fourth was measured after that and taught nothing yet."""
 HELD = DATA / "h200-held.jsonl"
 """Plans that our own worker ran, with those who held the memory at the peak."""
-FORKED = frozenset({PACE.name, PACE_LATER.name})
+FORKED = frozenset({PACE.name, *[path.name for path in PACE_LATER]})
 
 Scenario = Mapping[str, Any]
 
@@ -85,7 +86,7 @@ def read_rows(*paths: Path) -> tuple[Row, ...]:
     A run that failed has no peak and is no row.
     """
     rows = []
-    for path in paths or (GIVEN, OWN, PACE, PACE_LATER):
+    for path in paths or (GIVEN, OWN, PACE, *PACE_LATER):
         for line in path.read_text(encoding="utf-8").splitlines():
             raw = json.loads(line)
             if "peak" in raw:
