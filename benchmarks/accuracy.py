@@ -21,7 +21,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from rows import GIB, Row, error, levers_of, predict, read_rehearsed, read_rows, shape_of
+from rows import GIB, RESIDENT, Row, error, levers_of, predict, read_rehearsed, read_rows, shape_of
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.priced import strategy_name
@@ -97,7 +97,13 @@ def compare(row: Row) -> Compared:
 
 def words_of(row: Row) -> str:
     """The run in words."""
-    levers, shape, world = levers_of(row.scenario), shape_of(row.scenario), row.scenario["world"]
+    words = way_words(shape_of(row.scenario), levers_of(row.scenario), row.scenario["world"])
+    if cap := row.scenario.get("cap_gib"):
+        words += f"; on a card with {cap} GiB free"
+    return words
+
+
+def way_words(shape: ModelShape, levers: Levers, world: int) -> str:
     words = [
         f"{shape.model_type} {shape.parameters / 1e9:.1f}B, {shape.n_layers} layers",
         _method(levers),
@@ -105,8 +111,6 @@ def words_of(row: Row) -> str:
         f"{levers.micro_batch}×{levers.sequence} tokens",
         *_unusual(levers),
     ]
-    if cap := row.scenario.get("cap_gib"):
-        words.append(f"on a card with {cap} GiB free")
     return "; ".join(words)
 
 
@@ -193,7 +197,8 @@ FROZEN = """\
 What decides these runs was written down before they were measured, and nothing in it was changed because of
 them. Runs of the first batch of this kind that did disagree (FSDP2's layout, ZeRO-3 with adapters, experts) stand
 above: they taught us something. The runs without a host figure were made for their times; some of them repeat a
-run from above."""
+run from above. One figure is younger: the RAM of runs with experts counts the kernels of their grouped products since
+`moe-z2` was run again and its pages were counted."""
 
 REHEARSED = """\
 ## Plans, rehearsed
@@ -209,6 +214,14 @@ WORKER = """\
 was highest: a row that disagreed named its buffer. Those marked *predicted first* were predicted, and the prediction
 committed, before they ran; of five such, four agreed, and the fifth (`mixtral-s-z3-off`, 2.6 % too little) taught us
 where the gradient of a fused loss's head goes. All in GiB, measured → predicted."""
+
+RAM = """\
+## RAM of our own worker
+
+`benchmarks/host_pages.py` rehearsed these and counted the resident pages of each process by kind of mapping. *RAM* is
+the most that the kernel counted of the process, pinned memory included; *pinned* and *files* are what of it was pinned
+and what were pages of files, libraries above all, at the end. Those marked *predicted first* were predicted before they
+ran. All in GiB, measured → predicted."""
 
 OTHERS = """\
 ## The other estimators on the same runs
@@ -228,7 +241,8 @@ def page(compared: Sequence[Compared]) -> str:
     notes = [f"- `{each.row.id}`: {each.row.note}" for each in compared if each.row.note]
     if notes:
         parts.append("\n".join(["## Notes", "", *notes]))
-    parts += [REHEARSED, rehearsed_table(), WORKER, worker_table(), OTHERS, others_table(compared)]
+    parts += [REHEARSED, rehearsed_table(), WORKER, worker_table(), RAM, ram_table()]
+    parts += [OTHERS, others_table(compared)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -238,6 +252,22 @@ def worker_table() -> str:
         gpu = row.footprint.gpu
         cells = pair(row.peak_bytes, gpu.peak_bytes), pair(row.init_bytes, gpu.init_peak_bytes)
         lines.append(f"| {row.id} | {' | '.join(cells)} | {'predicted first' if row.predicted_first else ''} |")
+    return "\n".join(lines)
+
+
+def ram_table() -> str:
+    lines = ["| run | what | RAM | pinned | files | |", "|---|---|---|---|---|---|"]
+    for row in read_rehearsed(RESIDENT):
+        end = row.raw["phases"][-1]
+        cells = (
+            f"`{row.id}`",
+            way_words(row.shape, row.levers, row.raw["world"]["ranks"]),
+            pair(row.host_bytes, row.footprint.host.peak_bytes_per_rank),
+            f"{end['shared'] / 1024:.2f}",
+            f"{end['files'] / 1024:.2f}",
+            "predicted first" if row.predicted_first else "",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

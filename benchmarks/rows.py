@@ -36,6 +36,8 @@ PACE_LATER = tuple(DATA / f"h200-pace{number}.jsonl" for number in (2, 3, 4))
 `pace/` what it is now, the fourth was measured after that and taught nothing yet."""
 HELD = DATA / "h200-held.jsonl"
 """Plans that our own worker ran, with those who held the memory at the peak."""
+RESIDENT = DATA / "h200-host.jsonl"
+"""Rehearsals whose pages of RAM were counted by kind, phase by phase."""
 FORKED = frozenset({PACE.name, *[path.name for path in PACE_LATER]})
 
 Scenario = Mapping[str, Any]
@@ -191,27 +193,37 @@ def error(predicted: int, measured: int | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """One plan that `rehearse_held.py` ran with our own worker."""
+    """One plan that our own worker ran."""
 
     id: str
     init_bytes: int
     peak_bytes: int
+    host_bytes: int | None
+    """None: several ran at once for other figures, and it was not kept."""
     predicted_first: bool
     raw: Mapping[str, Any]
 
     @cached_property
+    def levers(self) -> Levers:
+        raw = self.raw
+        return levers_as_written({**raw, "data": {"packing": raw["packed"]}, "training": {"clip": 1.0}})
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        model = self.raw["model"]
+        return shape_from_config(model["config"] or find_config(model["source"]).config, model["name"])
+
+    @cached_property
     def footprint(self) -> Footprint:
         """What is predicted of it now."""
-        raw, model, world = self.raw, self.raw["model"], self.raw["world"]
-        levers = levers_as_written({**raw, "data": {"packing": raw["packed"]}, "training": {"clip": 1.0}})
-        config = model["config"] or find_config(model["source"]).config
+        world = self.raw["world"]
         card = Gpu(name="the H200", vendor="nvidia", arch="sm_90", memory_bytes=world["gpu_memory_bytes"])
         hardware = Hardware(gpu=card, gpus_per_node=world["gpus_per_node"])
-        return estimate(shape_from_config(config, model["name"]), levers, world["ranks"], hardware)
+        return estimate(self.shape, self.levers, world["ranks"], hardware)
 
 
-def read_rehearsed() -> tuple[Rehearsed, ...]:
-    return tuple([_rehearsed(json.loads(line)) for line in HELD.read_text(encoding="utf-8").splitlines()])
+def read_rehearsed(path: Path = HELD) -> tuple[Rehearsed, ...]:
+    return tuple([_rehearsed(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()])
 
 
 def _rehearsed(raw: Mapping[str, Any]) -> Rehearsed:
@@ -219,6 +231,7 @@ def _rehearsed(raw: Mapping[str, Any]) -> Rehearsed:
         id=raw["id"],
         init_bytes=raw["figures"]["init"],
         peak_bytes=raw["figures"]["peak"],
+        host_bytes=raw["figures"].get("host"),
         predicted_first=raw["predicted_first"],
         raw=raw,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightfit.memory import estimate
-from tightfit.memory.host import pinned_bytes
+from tightfit.memory.host import EXPERTS_BYTES, pinned_bytes
 from tightfit.model.load import load_model
-from tightfit.types import Gpu, Hardware, Levers, ModelShape, PhaseName
+from tightfit.types import Gpu, Hardware, Levers, Lora, ModelShape, Moe, PhaseName
 
 SHAPE = load_model("qwen2.5-7b")
 OPTIMIZER = Levers(engine="zero3", offload_optimizer="cpu")
@@ -48,3 +48,16 @@ def test_a_rank_on_the_cpu_has_one_process_and_no_cuda() -> None:
     found = estimate(SHAPE, Levers(engine="zero2"), 1, cpu)
     assert found.host.peak_bytes_per_rank == 0, "it stands beside the tensors already"
     assert found.gpu.overhead["context"] > 0
+
+
+def test_4_bit_weights_pass_through_whole_a_matrix_at_a_time() -> None:
+    levers = Levers(method="qlora", engine="zero2", lora=Lora(rank=8))
+    largest = max(tensor.numel for block in SHAPE.blocks for tensor in block.tensors)
+    assert parts(levers, "init")["weights"] == 6 * largest
+
+
+def test_experts_bring_kernels_of_their_own() -> None:
+    block = replace(SHAPE.blocks[0], mlp=Moe(experts=4, top_k=2, intermediate=64, activation="silu"))
+    experts = replace(SHAPE, blocks=(block,))
+    more = parts(Levers(), shape=experts)["libraries"] - parts(Levers())["libraries"]
+    assert more == EXPERTS_BYTES

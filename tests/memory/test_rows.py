@@ -10,7 +10,7 @@ from statistics import median
 
 import accuracy
 import pytest
-from rows import GIVEN, OWN, PACE, Rehearsed, Row, levers_of, predict, read_rehearsed, read_rows, shape_of
+from rows import GIVEN, OWN, PACE, RESIDENT, Rehearsed, Row, levers_of, predict, read_rehearsed, read_rows, shape_of
 
 from tables import table
 from tightfit.types import Checkpointing, Levers
@@ -72,6 +72,12 @@ def test_what_our_worker_held(row: Rehearsed) -> None:
     gpu = row.footprint.gpu
     assert off(gpu.peak_bytes, row.peak_bytes) <= 0.01
     assert off(gpu.init_peak_bytes, row.init_bytes) <= 0.03
+
+
+@table("row", read_rehearsed(RESIDENT), ids=lambda row: row.id)
+def test_ram_of_our_worker(row: Rehearsed) -> None:
+    assert row.host_bytes is not None
+    assert abs(row.footprint.host.peak_bytes_per_rank - row.host_bytes) <= 0.15 * 2**30
 
 
 def test_no_row_stands_twice() -> None:

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
-from tightfit.memory.job import Components, MemoryJob, combine, share
+from tightfit.memory.job import Components, MemoryJob, combine, share, worst
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
 from tightfit.memory.weights import Weights
 from tightfit.memory.zero3 import shards_of
 from tightfit.memory.zero12 import flattens_on_gpu, partition
-from tightfit.types import Levers, ModelShape, PhaseName
+from tightfit.types import Levers, ModelShape, Moe, PhaseName
 
 PROCESS_BYTES = int(1.1 * 2**30)
 """A Python process with torch, transformers, DeepSpeed and a CUDA context, before its first kernel. Taken apart by
@@ -25,6 +25,7 @@ mapping on an H200: libraries' pages 0.4 GiB, Python's objects 0.5, the driver 0
 LIBRARIES_BYTES = int(0.65 * 2**30)
 """What the first training step adds, whatever the model's size: kernels that CUDA reads into the heap when each is
 first launched (0.5 GiB), and pages of cuBLAS, cuDNN and torch."""
+EXPERTS_BYTES = int(0.2 * 2**30)  # kernels of grouped products, likewise: 0.20 and 0.22 GiB in two runs of `moe-z2`
 WORKER_BYTES = int(0.2 * 2**30)
 """A forked dataloader worker, once counting references has copied its parent's pages: torch and transformers take
 0.16 GiB of anonymous memory, and a spawned worker the same."""
@@ -42,7 +43,8 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
     process: Components = {"dataloader": levers.dataloader_workers * WORKER_BYTES}
     libraries: Components = {}
     if not job.on_cpu:  # there the process is what stands beside tensors on the "card"
-        process, libraries = {"process": PROCESS_BYTES, **process}, {"libraries": LIBRARIES_BYTES}
+        grouped = EXPERTS_BYTES if any(isinstance(block.mlp, Moe) for block in job.shape.blocks) else 0
+        process, libraries = {"process": PROCESS_BYTES, **process}, {"libraries": LIBRARIES_BYTES + grouped}
     training: list[Components] = []
     if levers.engine in ("zero1", "zero2") and levers.offload_optimizer != "none":
         training.append(_zero12(job))
@@ -58,7 +60,7 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
         training.append({"optimizer_states": paged})
     steady = combine(process, libraries, *training, {"activations": pinned_bytes(job.acts.host_kept)})
     return {
-        "init": combine(process, _initialising(job)),
+        "init": combine(process, worst(_initialising(job), _packing(job))),
         "forward": steady,
         "backward": steady,
         "step": combine(steady, _stepping(job)),
@@ -201,6 +203,11 @@ def _fsdp2(job: MemoryJob) -> Components:
     else:
         states = state_bytes(optimizer, share(job.weights.trainable_numel, job.world), 4, flat=False)
     return {"weights": parts + frozen, "gradients": parts, "optimizer_states": states}
+
+
+def _packing(job: MemoryJob) -> Components:
+    """The largest matrix whole before it is packed to 4 bits: as it was drawn, and in the working precision."""
+    return {"weights": job.weights.largest_quantised * (4 + job.weights.width)}
 
 
 def _initialising(job: MemoryJob) -> Components:

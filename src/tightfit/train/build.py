@@ -375,6 +375,7 @@ def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.d
             )
             whole = read(f"{name}.weight", tuple(child.weight.shape)).to(compute)
             packed.weight = layers.Params4bit(whole, requires_grad=False, quant_type="nf4").to(device)
+            del whole  # before the next one is read
             packed.quant_state = packed.weight.quant_state  # FSDP2 replaces the parameter, which loses it
             if child.bias is not None:
                 bias = read(f"{name}.bias", tuple(child.bias.shape)).to(device, compute)
