@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the training of PLAN.md: ZeRO-2 on 1 × 12GB card.
+# Starts the training of PLAN.md: ZeRO-1 on 1 × 12GB card.
 # Arguments are passed on to the trainer.
 set -euo pipefail
 

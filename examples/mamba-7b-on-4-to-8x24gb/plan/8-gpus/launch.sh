@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the training of PLAN.md: ZeRO-3, optimizer + weights on CPU on 8 × RTX 4090.
+# Starts the training of PLAN.md: ZeRO-3 on 8 × RTX 4090.
 # Arguments are passed on to the trainer.
 # 7b_mamba is a shape without weights, so they are drawn from the seed: --model with a folder or a
 # Hugging Face id starts from trained ones.
@@ -18,10 +18,6 @@ command -v deepspeed >/dev/null || { echo "launch.sh: deepspeed is not on PATH: 
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 # Tokenizers' threads and forked data loaders lock each other out.
 export TOKENIZERS_PARALLELISM=false
-# The optimizer steps on the CPU, so the cores are shared out among the ranks: torchrun would give
-# each one thread, DeepSpeed's launcher each all of them.
-OMP_NUM_THREADS=$(( ($(env -u OMP_NUM_THREADS nproc) + 7) / 8 ))
-export OMP_NUM_THREADS
 
 # The GPUs that may be seen; the ranks take the first ones.
 visible=CUDA_VISIBLE_DEVICES
