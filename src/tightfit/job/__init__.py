@@ -152,8 +152,8 @@ class Machine:
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     gpus: str | None = None
-    """`6x32GB`, `4xRTX4090`, `2x8xA100-80GB` (nodes × GPUs × card), or the file that `tightfit measure --out` wrote on
-    a machine; left out, or `this`: this machine."""
+    """`6x32GB`, `4xRTX4090`, `2x8xA100-80GB` (nodes × GPUs × card), or the file that `tightfit measure --out FILE`
+    wrote on a machine; left out, or `this`: this machine."""
     host_ram: str | None = None
     """RAM of one node: `256GB`, `1TB`."""
     nvme: str | None = None
