@@ -36,6 +36,8 @@ class _Entry:
     remark: str = ""
     fused: bool = False
     """One projection makes q, k and v, where the family has three."""
+    one_norm: bool = False
+    """Attention and MLP read the same norm, where the family has one for each."""
 
 
 def _made(model_type: str, sizes: tuple[int, ...], *, tied: bool = False, **more: object) -> Config:
@@ -187,7 +189,8 @@ _ENTRIES = (
     _Entry(
         "phi-1(\\.5)?(-1\\.3b)?",
         _neox(51_200, 2048, 24, 32, rotary_pct=0.5, hidden_act="gelu_pytorch_tanh"),
-        "Phi as a GPT-NeoX of its sizes: it has one norm a layer instead of two, and a bias on its head",
+        "Phi as a GPT-NeoX of its sizes: it has a bias on its head",
+        one_norm=True,
     ),
     _Entry("gpt-?2(-small|-124m)?", _gpt2(50_257, 768, 12, 12, 1024)),
     _Entry("gpt-?2-medium|gpt-?2-350m", _gpt2(50_257, 1024, 24, 16, 1024)),
@@ -259,7 +262,8 @@ def _known(spelt: str) -> Known | None:
     for entry in _ENTRIES:
         if re.fullmatch(entry.pattern, spelt):
             shape = shape_from_config(entry.config, spelt)
-            return Known(_fuse(shape) if entry.fused else shape, entry.remark)
+            shape = _fuse(shape) if entry.fused else shape
+            return Known(_share_norm(shape) if entry.one_norm else shape, entry.remark)
     return None
 
 
@@ -278,6 +282,15 @@ def _fused(block: Block) -> Block:
             joined.append(Tensor(f"self_attn.qkv_proj.{kind}", (rows, *parts[0].shape[1:])))
     assert isinstance(block.mixer, Attention)
     return replace(block, mixer=replace(block.mixer, fused_qkv=True), tensors=(*joined, *kept))
+
+
+def _share_norm(shape: ModelShape) -> ModelShape:
+    return replace(shape, blocks=tuple([_with_one_norm(block) for block in shape.blocks]))
+
+
+def _with_one_norm(block: Block) -> Block:
+    kept = [tensor for tensor in block.tensors if not tensor.name.startswith("post_attention_layernorm.")]
+    return replace(block, tensors=tuple(kept))
 
 
 @lru_cache(maxsize=64)

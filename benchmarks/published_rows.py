@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from published_litgpt import peak_bytes as litgpt_peak_bytes
 from published_models import find_model
 from rows import DATA, GIB
 
@@ -54,8 +55,6 @@ from tightfit.types import (
 ROWS = DATA / "published.jsonl"
 GPUS_PER_NODE = 8
 """Of a cluster whose publisher does not say: what DGX, HGX and the clouds' machines of the A100 and the H100 have."""
-LARGE = 50e9
-"""torchtune's configs of 70B and 405B have rank 16, the smaller ones 8."""
 PLAIN_LOGIT_BYTES = 12
 IN_PLACE_LOGIT_BYTES = 2
 """Of a logit at the worst moment of the loss: of the plain cross entropy that is priced, with its copies in fp32, and
@@ -244,6 +243,10 @@ class Habits:
     """The gradient of the logits overwrites them."""
     first_flash: bool = False
     """A flash kernel of the first generation."""
+    litgpt: bool = False
+    """Model classes of its own, priced in published_litgpt.py."""
+    data_on_card: bool = False
+    """The whole data set lies on the card, and its size is not stated."""
 
 
 FIRST_FLASH = Taught(on="", rates=(TaughtRate(name="attention", factor=2.0, spread=0.2),))
@@ -254,10 +257,10 @@ _TRAINER = Habits(trainer="trainer", automatic_buckets=True, foreach=True)
 _LITGPT = Habits(
     peak="allocated",
     lora=Lora(targets=("q_proj", "v_proj"), dropout=0.05),
-    loss="fused",
     pure=True,
     foreach=True,
     whole_when_frozen=True,
+    litgpt=True,
 )
 _TORCHTUNE = Habits(
     peak="allocated",
@@ -284,12 +287,17 @@ HABITS: tuple[tuple[str, Habits], ...] = (
         r"LLaMA-Factory|llamafactory",
         replace(_TRAINER, trainer="llamafactory", stage2=Buckets(overlap_comm=True)),
     ),
-    # finetune/lora.py at 8641822: rank 8 on query and value, dropout 0.05, `lm_head_chunk_size=128`, bf16 alone.
+    # finetune/lora.py at 8641822: rank 8 on query and value, dropout 0.05, bf16 alone.
     (r"litgpt", _LITGPT),
     # recipes/configs/*_lora_single_device.yaml: rank 8 on q, v, output and the MLP; `dtype: bf16` for all weights.
     (r'torchtune README.* "', _TORCHTUNE),
-    (r"torchtune README", replace(_TORCHTUNE, loss="fused", knobs_unknown=True)),
+    # The table of models came with 30b8519, whose configs cannot have made it: of the 16.2 GiB of Llama 3.1 8B with
+    # LoRA, weights take 15.0, the inputs of recomputed layers 1.0 and the logits, all of which its chunked loss is
+    # given, 1.0 more. On another card the same row has 30.3.
+    (r"torchtune README", replace(_TORCHTUNE, knobs_unknown=True)),
     (r"torchtune", _TORCHTUNE),
+    # benchmarks/quantized_training/pretrain_llama2.py at 9acc9a4: `data = get_tinystories().cuda()`.
+    (r"pytorch/ao .*quantized_training", Habits(peak="allocated", pure=True, data_on_card=True)),
     (r"torchao|pytorch/ao", Habits(peak="allocated", pure=True)),
     (r"torchtitan", Habits(peak="reserved")),
     (r"huggingface/peft method_comparison", Habits(peak="reserved", pure=True, foreach=True)),
@@ -372,6 +380,13 @@ class Reading:
         """Predicted, comparable with `max_memory_allocated` over the training steps: ours, with what the project's own
         optimizer and loss take instead."""
         levers, phases = self.levers, self.footprint.gpu.phases
+        if self.habits.litgpt and levers.engine == "zero0" and levers.lora and levers.checkpointing.layers == 0:
+            return litgpt_peak_bytes(
+                self.shape,
+                levers,
+                double_quantised="-dq" in self.row.precision,
+                workspaces=phases["loss"].components["temporaries"],
+            )
         totals = {name: phases[name].total_bytes for name in TRAINING}
         if self.habits.foreach and levers.engine == "zero0" and levers.optimizer == "adamw":
             totals["step"] += (4 if levers.master_weights else 2) * self.footprint.trainable_parameters
@@ -418,6 +433,8 @@ def read(row: PublishedRow) -> Reading:
     """The row in our terms; `InexpressibleError` where it has none."""
     refuse(row)
     draft = _Draft(row=row, habits=habits_of(row))
+    if draft.habits.knobs_unknown:
+        raise InexpressibleError("a table without the settings of its rows")
     known = find_model(row.model, row.sequence)
     if known is None:
         raise InexpressibleError("a model whose sizes we do not know, or of no family of ours")
@@ -555,8 +572,8 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
         draft.remarks.append(f"4-bit weights of {found[0].upper()}, priced as NF4")
     if "liger" in row.said and _loss(draft) == "fused":
         draft.remarks.append("Liger's norms and activations are priced as plain ones")
-    if draft.habits.knobs_unknown:
-        draft.remarks.append("recomputation and loss as in the project's own config")
+    if draft.habits.data_on_card:
+        draft.peak_not = draft.peak_not or "a data set of unknown size lies on the card as well"
     _note_compiled(draft)
     return Levers(
         method=method,
@@ -622,8 +639,6 @@ def _offload(row: PublishedRow, engine: Engine) -> tuple[Offload, Offload]:
 def _lora(draft: _Draft, shape: ModelShape) -> Lora:
     row, lora = draft.row, draft.habits.lora
     said = f"{row.other}; {row.note}"
-    if draft.habits.knobs_unknown and shape.parameters > LARGE:
-        lora = replace(lora, rank=16)
     if found := re.search(r"\br=(\d+)|lora_rank=(\d+)|rank (\d+)|LoRA r (\d+)", said):
         lora = replace(lora, rank=int(next(filter(None, found.groups()))))
     if found := re.search(r"dropout ([\d.]+\d)", said):

@@ -59,8 +59,8 @@ READ: Mapping[str, Mapping[str, object]] = {
     },
     r"^QwenLM.*; LoRA;": {"engine": "zero0", "lora": Lora(rank=64, dropout=0.05)},
     r"^QwenLM.*; Q-LoRA": {"engine": "zero2", "method": "qlora", "precision": "fp16"},
-    r"torchtune.*LoRA FSDP2": {"engine": "fsdp2", "method": "lora", "master_weights": False},
-    r"litgpt LoRA": {"engine": "zero0", "loss": "fused"},
+    r"torchtune.*single device, full; full": {"engine": "zero0", "method": "full", "master_weights": False},
+    r"litgpt LoRA": {"engine": "zero0", "loss": "plain"},
     r"ms-swift examples/train/liger": {"engine": "zero3", "packed": True, "trainer": "trainer"},
 }
 
@@ -99,6 +99,7 @@ def test_a_new_source_is_read_by_its_words() -> None:
         ({"model": "Falcon-7B"}, "no family of ours"),
         ({"hardware": "abacus"}, "card"),
         ({"gpus": 12}, "different numbers of GPUs"),
+        ({"source": "pytorch/torchtune README.md"}, "without the settings"),
         ({"model": 7, "hardware": ["odd"]}, "no family of ours"),
     ],
 )
@@ -116,6 +117,16 @@ def test_a_compiled_run_has_a_peak_alone_where_every_layer_is_recomputed() -> No
     full, none = read(row_of(**said)), read(row_of(**said, checkpointing="none"))
     assert (full.has_pace, full.has_peak) == (False, True)
     assert (none.has_pace, none.has_peak) == (False, False)
+
+
+def test_a_peak_of_tensors_is_predicted() -> None:
+    """Of every source whose script logs `max_memory_allocated`."""
+    readings = [read(row) for row in ROWS if row.peak_gib and re.search("litgpt LoRA|Optimization flags", str(row))]
+    compared = [reading for reading in readings if reading.has_peak]
+    assert len(compared) > 10
+    for reading in compared:
+        assert reading.peak_kind == "allocated"
+        assert reading.peak_ratio == pytest.approx(1, abs=0.03), reading.row
 
 
 def test_what_the_allocator_keeps_explains_a_driver_and_no_more() -> None:
