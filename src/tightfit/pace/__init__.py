@@ -19,7 +19,7 @@ from math import hypot
 
 from tightfit.pace import engines
 from tightfit.pace.clock import Clock, KernelChoice
-from tightfit.pace.rates import MODEL_SPREAD, Rates, assumptions, know_rates, rates_of, slow_down
+from tightfit.pace.rates import Rates, assumptions, find_model_spread, know_rates, rates_of, slow_down
 from tightfit.pace.work import passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
@@ -44,7 +44,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
         if open_s > LEAST_OPEN * step_s:
             used[name] = RateUsed(value=each.value, source=each.source, spread=each.spread, open_s=open_s, on=each.on)
     # Rates are off independently of each other, and so is the model.
-    apart = hypot(MODEL_SPREAD, *[each.open_s / step_s for each in used.values()])
+    apart = hypot(find_model_spread(hardware), *[each.open_s / step_s for each in used.values()])
     tokens = levers.micro_batch * levers.accumulation * levers.sequence * hardware.world
     return Pace(
         step_s=step_s,
