@@ -238,7 +238,7 @@ class Habits:
     knobs_unknown: bool = False
     """A table of several recipes, whose settings it does not repeat."""
     whole_when_frozen: bool = False
-    """FSDP1 that keeps frozen weights whole."""
+    """FSDP1 whose peaks are as if gathered frozen weights stayed; its code does not say why."""
     loss_in_place: bool = False
     """The gradient of the logits overwrites them."""
     first_flash: bool = False
@@ -567,7 +567,7 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
     if row.accumulation is None:
         draft.remarks.append("accumulation is not stated: taken as 1")
     if engine == "fsdp2" and draft.habits.whole_when_frozen and method != "full":
-        draft.peak_not = draft.peak_not or "FSDP1 that keeps frozen weights whole"
+        draft.peak_not = draft.peak_not or "FSDP1 that seems to hold the whole model beside its share"
     if found := re.search("gptq|awq|hqq", row.said):
         draft.remarks.append(f"4-bit weights of {found[0].upper()}, priced as NF4")
     if "liger" in row.said and _loss(draft) == "fused":
