@@ -335,7 +335,7 @@ def pace_table(comparison: Comparison) -> str:
     for grade in "ABC":
         sets[f"grade {grade}"] = [each for each in comparison.paces if each.row.note.startswith(f"grade {grade}")]
     sets |= grouped(comparison.paces, lambda each: each.row.project)
-    heads = ("rows of", "rows", "median error", "median ratio", "worst", "within 25 %", "pairs in order")
+    heads = ("rows of", "rows", "median error", "median ratio", "worst", "within 25 %", "in our range", "pairs in order")
     return table((*heads, "our choice in a grid", "our choice for a job"), _pace_lines(sets))
 
 
@@ -351,6 +351,7 @@ def _pace_lines(sets: Mapping[str, Sequence[Reading]]) -> Iterator[tuple[str, ..
                 f"{median(found.ratios):.2f}",
                 f"{worst:.2f}",
                 f"{100 * found.within / len(readings):.0f} %",
+                f"{100 * sum(each.in_range for each in readings) / len(readings):.0f} %",
                 f"{found.right} of {found.apart}" if found.apart else "–",
                 _near(found.grid_choices),
                 _near(found.job_choices),

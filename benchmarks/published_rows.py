@@ -409,6 +409,11 @@ class Reading:
         return float(found[1]) if found else float(self.row.peak_gib or 0)
 
     @property
+    def in_range(self) -> bool:
+        """Whether the published pace lies in the range of ours."""
+        return self.pace.low_s <= self.pace_ratio * self.pace.step_s <= self.pace.high_s
+
+    @property
     def peak_ratio(self) -> float:
         return self.peak_bytes / GIB / self.peak_gib
 
