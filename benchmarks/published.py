@@ -335,8 +335,8 @@ def pace_table(comparison: Comparison) -> str:
     for grade in "ABC":
         sets[f"grade {grade}"] = [each for each in comparison.paces if each.row.note.startswith(f"grade {grade}")]
     sets |= grouped(comparison.paces, lambda each: each.row.project)
-    heads = ("rows of", "rows", "median error", "median ratio", "worst", "within 25 %", "in our range", "pairs in order")
-    return table((*heads, "our choice in a grid", "our choice for a job"), _pace_lines(sets))
+    heads = ("rows of", "rows", "median error", "median ratio", "worst", "within 25 %", "in our range")
+    return table((*heads, "pairs in order", "our choice in a grid", "our choice for a job"), _pace_lines(sets))
 
 
 def _pace_lines(sets: Mapping[str, Sequence[Reading]]) -> Iterator[tuple[str, ...]]:
