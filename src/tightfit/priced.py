@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.messages import Message, Said, text
-from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape, Pace
+from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, ModelShape, Pace
 
 GIB = 2**30
 
@@ -114,6 +114,16 @@ def amounts(*sizes_bytes: int) -> list[str]:
     return words
 
 
+def why_no_pace(shape: ModelShape, hardware: Hardware) -> Message | None:
+    """Why no pace is claimed; None: one is. Of a CPU it is only where that was measured, and of a Mamba there not at
+    all: nobody has measured a scan on one. What is computed still orders the ways."""
+    if hardware.gpu.vendor != "cpu":
+        return None
+    if shape.scans:
+        return Message("plan.no-scan-pace")
+    return None if hardware.measured is not None else Message("plan.no-pace")
+
+
 def seconds_words(pace: Pace) -> dict[str, str]:
     """`step`, the seconds of a step, and `range`, where they may lie, in brackets; empty where nobody knows."""
     decimals = 2 if pace.step_s >= 0.1 else 3
@@ -155,10 +165,8 @@ def machine_words(priced: Priced) -> Said:
 def training_line(priced: Priced) -> str:
     """What one step computes, and how."""
     levers = priced.levers
-    scans = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in priced.shape.blocks)
-    kernel = (
-        Message("price.scan", scan=levers.scan) if scans else Message("price.attention", attention=levers.attention)
-    )
+    scan, attention = Message("price.scan", scan=levers.scan), Message("price.attention", attention=levers.attention)
+    kernel = scan if priced.shape.scans else attention
     return f"{training_words(levers)} · {kernel}"
 
 

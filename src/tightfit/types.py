@@ -201,6 +201,11 @@ class ModelShape:
     def n_layers(self) -> int:
         return len(self.pattern)
 
+    @property
+    def scans(self) -> bool:
+        """Whether it has Mamba's layers."""
+        return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in self.blocks)
+
     @cached_property
     def parameters(self) -> int:
         """Distinct parameters, as `sum(p.numel() for p in model.parameters())` counts them."""

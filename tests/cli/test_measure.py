@@ -126,16 +126,24 @@ def test_what_is_found_is_kept_and_shown(
 
 
 def test_a_cpu_has_a_pace_only_where_it_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["plan", "--model", "tiny_llama", "--seq", "128", "--max-steps", "10"]
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert "No pace is claimed" in said
     assert not re.search(r"\d tokens/s|10 steps|% longer", said)
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {way["pace"] is None for way in (told["chosen"], *told["alternatives"])} == {True}
     found_by(monkeypatch, rates={"products.bf16": 1e9, "memory": 1e10, "launch_s": 5e-5})
-    assert main(["measure"]) == 0
+    assert main(["measure", "--out", str(tmp_path / "here.json")]) == 0
     capsys.readouterr()
+    for model, is_paced in (("tiny_llama", True), ("tiny_mamba", False)):
+        assert main(["estimate", "--model", model, "--gpus", str(tmp_path / "here.json"), "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["pace"] is not None) == is_paced
+        assert any("No pace is claimed" in why for why in told["because"]) != is_paced
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert "No pace is claimed" not in said

@@ -98,7 +98,7 @@ def spoilt(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (lambda: spoilt()[:400], "Unterminated|Expecting"),
+        (lambda: spoilt()[:400], "it is torn, or no JSON"),
         (lambda: spoilt(schema=2), "schema 2, and this version knows 1"),
         (lambda: spoilt(rates={"memory": -1}), "rates.memory cannot be -1"),
         (lambda: spoilt(rates={"memory": 0}), "rates.memory cannot be 0"),
@@ -106,7 +106,7 @@ def spoilt(**changes: Any) -> str:
         (lambda: spoilt(rates={"memory": float("nan")}), "NaN is no number"),
         (lambda: spoilt(machine={"card": "H200"}), "machine.vendor is missing"),
         (lambda: "[]", "it cannot be"),
-        (lambda: "\xff", "Expecting value"),
+        (lambda: "\xff", "it is torn, or no JSON"),
     ],
 )
 def test_a_file_that_is_torn_or_another_s_is_named_and_not_used(text: Any, why: str, tmp_path: Path) -> None:
@@ -146,6 +146,15 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_hardware("clustre.json")
     with pytest.raises(HardwareError, match="We know no card 'some/card'"):
         read_hardware("some/card")
+
+
+def test_another_file_is_not_taken_for_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text("model: tiny_llama\n", encoding="utf-8")
+    with pytest.raises(HardwareError, match=r"job\.yaml is not a measurement"):
+        read_hardware("job.yaml")
+    with pytest.raises(HardwareError, match="is a directory"):
+        read_hardware(str(tmp_path))
 
 
 def test_the_driver_and_the_processor_are_the_kernel_s_words(tmp_path: Path) -> None:

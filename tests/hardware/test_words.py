@@ -266,6 +266,8 @@ def test_links_by_name_and_by_rate(gpus: str, text: str, link: str, gb_s: float)
         ("8xH100", "pci4", "did you mean pcie4?"),
         ("8xH100", "50", "did you mean 50GB/s?"),
         ("8xH100", "400Gbps", "did you mean 50GB/s?"),
+        ("8xH100", "400Gb/s", "did you mean 50GB/s?"),
+        ("8xH100", "pcie", "it takes pcie3, pcie4, pcie5, or a rate"),
         ("8xH100", "fast", "or a rate like 50GB/s."),
         ("8xH100", "0GB/s", "at most 10TB/s."),
         ("8xRTX4090", "nvlink", "RTX 4090 has no NVLink: write pcie4"),

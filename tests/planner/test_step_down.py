@@ -17,6 +17,7 @@ from tightfit.pace import pace
 from tightfit.planner import plan
 from tightfit.planner.calibration import Calibration, Entry, Measured, phase_bytes, training_of, way_mark
 from tightfit.planner.candidates import complexity
+from tightfit.planner.certainty import MOST_SLOWER
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Cap, Question, excess_bytes, weigh
 from tightfit.planner.search import search, something_fits
@@ -92,7 +93,8 @@ def test_the_next_plan_predicts_enough_less_and_trains_the_same(model: str, word
         found = step_down(answer, shortfall)
         if isinstance(found, StepDown):
             check(answer, found, shortfall)
-            assert way_of(found.plan).pace.step_s >= answer.chosen.pace.step_s
+            # the simplest of those that cannot be told from the fastest was chosen, which may be a little slower
+            assert (1 + MOST_SLOWER) * way_of(found.plan).pace.step_s >= answer.chosen.pace.step_s
         else:
             assert found.because
 

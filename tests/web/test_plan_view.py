@@ -146,6 +146,13 @@ def test_the_verdict_says_what_the_plan_says(visitor: Any, capsys: pytest.Captur
     assert f"{chosen['pace']['tokens_per_s']:,.0f} tokens a second" in found[1]
 
 
+def test_where_no_pace_is_claimed_none_is_shown(visitor: Any) -> None:
+    found = visitor.get("/plan?model=tiny_mamba&card=this&precision=fp32&effective-batch=8&lang=en").text
+    assert "<dt>tokens/s</dt><dd>–</dd>" in found
+    assert "No pace is claimed" in found
+    assert not re.search(r"\d tokens a second|\d tokens/s|\d s a step", found)
+
+
 def test_what_would_make_it_fit_comes_when_it_is_asked_for(visitor: Any) -> None:
     query = f"{TIGHT}&seq=1536&lang=en"
     first = visitor.get(f"/plan/answer?{query}").text

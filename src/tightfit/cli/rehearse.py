@@ -73,7 +73,7 @@ class Rehearsal:
     rows: tuple[Figure, ...]
     notes: tuple[str, ...]
     folder: str | None  # where it was kept; None: it was not
-    pace: Pace | None = None  # of the plan, with all of its ranks; None: it was written before
+    pace: Pace | None = None  # of the plan, with all of its ranks; None: it was written before, or none is claimed
 
     @property
     def passed(self) -> bool:
@@ -184,6 +184,7 @@ def _reserve(ready: ReadyRehearsal, folder: RunFolder) -> Iterator[None]:
 
 def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kept: str | None) -> Rehearsal:
     worker, tally, last, failure = ready.worker, outcome.tally, outcome.tally.last, outcome.failure
+    way = None if ready.plan is None else ready.plan.chosen
     peaks = [mark.measured_bytes for mark in tally.marks if mark.milestone != "init"] + [tally.peak_bytes]
     peak = max((size for size in peaks if size is not None), default=None)
     host = None if tally.ended is None else tally.ended.summary.get("host_peak_bytes")
@@ -220,7 +221,7 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
         rows=tuple(rows),
         notes=ready.notes,
         folder=kept,
-        pace=None if ready.plan is None or ready.plan.chosen is None else ready.plan.chosen.pace,
+        pace=way.pace if way is not None and way.is_paced else None,
     )
 
 

@@ -380,6 +380,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
     """
     worker, tally, last = ready.worker, outcome.tally, outcome.tally.last
     way = None if ready.plan is None else ready.plan.chosen
+    predicted = pace_report(way.pace) if way is not None and way.is_paced else {}
 
     def finite(value: float | None) -> float | None:
         return value if value is not None and math.isfinite(value) else None
@@ -407,7 +408,7 @@ def report(ready: Ready, outcome: Outcome, faster: Plan | None = None) -> dict[s
             "step_s": tally.step_s,
             "predicted_tokens_per_s": worker.tokens_per_s,
             "tokens_per_s": tally.tokens_per_s,
-            **{name: None if way is None else pace_report(way.pace)[name] for name in PREDICTED},
+            **{name: predicted.get(name) for name in PREDICTED},
         },
         "way_up": _way_up_report(faster),
         "summary": dict(tally.ended.summary) if tally.ended else {},

@@ -267,7 +267,7 @@ def _instead(plan: Plan, trainer: Trainer, target: Target) -> Message | None:
         way=strategy_name(found.levers),
         need=need,
         there=there,
-        pace=found.pace.tokens_per_s,
+        pace=found.pace_words,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.inputs.flags import flags_from_levers
-from tightfit.priced import Priced, strategy_name
+from tightfit.priced import Priced, strategy_name, why_no_pace
 from tightfit.types import Hardware, Pace, Phase, PhaseName
 
 if TYPE_CHECKING:  # an estimate does without the planner
@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # an estimate does without the planner
 
 
 def estimate_report(priced: Priced) -> dict[str, Any]:
-    return {**_bytes_report(priced), "pace": _pace_of(priced)}
+    plain, hardware = _bytes_report(priced), priced.hardware
+    why = None if hardware is None else why_no_pace(priced.shape, hardware)
+    return {**plain, "because": [*plain["because"], *([] if why is None else [str(why)])], "pace": _pace_of(priced)}
 
 
 def _bytes_report(priced: Priced) -> dict[str, Any]:
@@ -62,9 +64,11 @@ def pace_report(pace: Pace) -> dict[str, Any]:
 
 
 def _pace_of(priced: Priced) -> dict[str, Any] | None:
-    """None: no card was named, or the ranks are not the GPUs of whole nodes."""
+    """None: no card was named, none is claimed of it, or the ranks are not the GPUs of whole nodes."""
     hardware, world = priced.hardware, priced.world
-    if hardware is None or (world > hardware.gpus_per_node and world % hardware.gpus_per_node):
+    if hardware is None or why_no_pace(priced.shape, hardware) is not None:
+        return None
+    if world > hardware.gpus_per_node and world % hardware.gpus_per_node:
         return None
     from tightfit.pace import pace
 
@@ -163,7 +167,7 @@ def way_report(way: Way) -> dict[str, Any]:
         "footprint": {"gpu": plain["gpu"], "host": plain["host"]},
         "gpu_limit_bytes": way.gpu_limit_bytes,
         "gpu_spare_bytes": way.gpu_spare_bytes,
-        "pace": pace_report(way.pace),
+        "pace": pace_report(way.pace) if way.is_paced else None,
         "because": list(map(str, way.because)),
         "changes": list(map(str, way.changes)),
         "calibration": _calibration_report(way),

@@ -10,7 +10,7 @@ from tightfit.job.file import adapter_dtype_of
 from tightfit.memory import estimate
 from tightfit.messages import Message
 from tightfit.planner.plan import Plan
-from tightfit.planner.trainers import NAMES, Abilities, scans
+from tightfit.planner.trainers import NAMES, Abilities
 from tightfit.priced import amounts
 from tightfit.types import Checkpointing, ConfigError, Levers, Trainer
 
@@ -26,7 +26,7 @@ def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
         padded=not job.data.packing,
         checkpointing=Checkpointing(layers=0 if levers.checkpointing.layers == 0 else None, offload=offloads),
         loss=levers.loss if able.fuses(way.shape) else "plain",
-        scan="official" if scans(way.shape) and levers.scan == "tightfit" else levers.scan,
+        scan="official" if way.shape.scans and levers.scan == "tightfit" else levers.scan,
         lora=levers.lora and replace(levers.lora, dtype=adapter_dtype_of(job)),
     )
 

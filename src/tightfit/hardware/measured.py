@@ -137,7 +137,9 @@ def read_measured(path: Path) -> Measurement:
         raise HardwareError(Message("measure.no-file", path=path)) from None
     except OSError as error:
         raise HardwareError(Message("measure.unreadable", path=path, why=say_why(error))) from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise HardwareError(Message("measure.not-ours", path=path, why=Message("measure.torn"))) from None
+    except ValueError as error:
         raise HardwareError(Message("measure.not-ours", path=path, why=str(error))) from None
 
 

@@ -27,8 +27,10 @@ def read_hardware(word: str | None, host_ram: str | None = None, nvme: str | Non
 
 
 def names_file(word: str) -> bool:
-    """Whether it is a file's name: no card ends like one."""
+    """Whether it is a file's name: no card ends like one, and none has a slash."""
+    word = word.strip()
     try:
-        return word.strip().lower().endswith(".json") or ("/" in word and Path(word.strip()).expanduser().is_file())
+        path = Path(word).expanduser()
+        return word.lower().endswith(".json") or ("/" in word and path.exists()) or ("." in word and path.is_file())
     except (OSError, RuntimeError, ValueError):  # longer than a name may be, a home that nobody has, a zero byte
         return False

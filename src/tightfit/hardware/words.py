@@ -167,11 +167,13 @@ def parse_link(text: str) -> str | float:
         return name
     match = _LINK_RATE.match(word)
     if match is None:
-        if close := nearest(word, _LINKS):
+        kin = [link for link in _LINKS if link.startswith(word.lower())]  # 'pcie': of which generation?
+        if len(kin) < 2 and (close := nearest(word, _LINKS)):
             raise HardwareError(Message("machine.not-a-link-but", word=_quote(text), close=close))
-        raise HardwareError(Message("machine.not-a-link", word=_quote(text), names=Listing(_LINKS)))
+        names = Listing(kin if len(kin) > 1 else _LINKS)
+        raise HardwareError(Message("machine.not-a-link", word=_quote(text), names=names))
     number, unit, letters = float(match[1]), match[2].upper() or "G", match[3]
-    if not match[2] or letters.lower() != "b/s":  # a small b elsewhere is a bit, as in a network's rate
+    if not match[2] or letters not in ("B/s", "B/S"):  # a small b is a bit, as in a network's rate
         close = f"{number / (8 if letters.startswith('b') else 1):g}{unit}B/s"
         raise HardwareError(Message("machine.not-a-link-but", word=_quote(text), close=close))
     rate = number * _RATES[unit]

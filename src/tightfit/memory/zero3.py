@@ -339,7 +339,7 @@ def _model(shape: ModelShape, style: Style, threshold: int) -> Model:
     norm = _module(shape.after[:-1] if not shape.tied else shape.after, threshold, first + len(shape.before))
     top = shape.before[:1] if shape.tied else shape.after[-1:]
     head = _module(top, threshold, first if shape.tied else first + len(shape.before) + len(shape.after))
-    scans = any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)
+    scans = shape.scans
     root, body = Module(head.params) if scans else EMPTY, EMPTY
     containers = [layer[0] for layer in layers if isinstance(layer, tuple)]
     if leaves := tuple([leaf for each in containers if isinstance(each, Module) for leaf in each.leaves]):

@@ -241,7 +241,7 @@ def plan_tier(
                 way=strategy_name(way.levers),
                 micro_batch=way.levers.micro_batch,
                 accumulation=way.levers.accumulation,
-                tokens=way.pace.tokens_per_s,
+                pace=way.pace_words,
                 size=way.footprint.gpu.required_bytes / GIB,
             )
         )

@@ -8,7 +8,8 @@ from tightfit.inputs.versions import LLAMAFACTORY_VERSION
 from tightfit.job import Allowance, Job
 from tightfit.messages import Message, Said
 from tightfit.planner.calibration import Calibration, Correction
-from tightfit.types import Footprint, Hardware, Levers, Mamba1, Mamba2, ModelShape, Pace
+from tightfit.priced import why_no_pace
+from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +35,19 @@ class Way:
 
     @property
     def is_paced(self) -> bool:
-        """Whether a pace is claimed. Of a CPU only where it was measured, and of a Mamba there not at all: nobody has
-        measured a scan on one. Its pace still orders the ways."""
-        return self.hardware.gpu.vendor != "cpu" or (self.hardware.measured is not None and not self._scans)
-
-    @property
-    def _scans(self) -> bool:
-        return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in self.shape.blocks)
+        """Whether its pace is claimed; otherwise it orders the ways and no more."""
+        return why_no_pace(self.shape, self.hardware) is None
 
     @property
     def assumed(self) -> tuple[Said, ...]:
         """What its pace had to assume, or why there is none."""
-        if self.is_paced:
-            return self.pace.because
-        return (Message("plan.no-scan-pace" if self._scans else "plan.no-pace"),)
+        why = why_no_pace(self.shape, self.hardware)
+        return self.pace.because if why is None else (why,)
+
+    @property
+    def pace_words(self) -> Said:
+        """`, 11,128 tokens/s` for the end of a sentence; empty where no pace is claimed."""
+        return Message("plan.with-pace", tokens=self.pace.tokens_per_s) if self.is_paced else ""
 
     @property
     def gpu_spare_bytes(self) -> int:

@@ -171,7 +171,10 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
             sentences.append(Message("plan.cut-off", limit=job.timeout, time=time_words(plan.hours), share=share))
         sentences += chosen.assumed
     else:
-        sentences += [*_nothing(plan), *(explain_calibration(worth_showing(plan)[0]) if plan.alternatives else ())]
+        sentences += _nothing(plan)
+        if plan.alternatives:
+            nearest_way = worth_showing(plan)[0]
+            sentences += [*explain_calibration(nearest_way), *(() if nearest_way.is_paced else nearest_way.assumed)]
     if question.hardware.host_ram_bytes is None:
         sentences.append(Message("plan.host-ram-unknown"))
     return tuple(dict.fromkeys((*sentences, *plan.unproven)))
@@ -306,7 +309,7 @@ def _nothing(plan: Plan) -> list[Message]:
 
 def remedy_message(said: str, remedy: Remedy) -> Message:
     """What one costly change would do, in one of several messages that say it."""
-    way, pace = strategy_name(remedy.way.levers), remedy.way.pace.tokens_per_s
+    way, pace = strategy_name(remedy.way.levers), remedy.way.pace_words
     return Message(said, allowance=remedy.allowance, cost=remedy.cost, effect=remedy.effect, way=way, pace=pace)
 
 

@@ -221,9 +221,9 @@ def _describe_step(last: Plan, answer: Plan, bounds: Bounds, tried: tuple[Tried,
         because.append(Message("plan.predicts-less", less=less, where=where, after=after, before=before, enough=enough))
     because.append(Message("plan.what-changes", changes="; ".join(map(str, changed))))
     share = way.pace.step_s / failed.way.pace.step_s - 1
-    if abs(share) < 0.005:
+    if way.is_paced and abs(share) < 0.005:
         because.append(Message("plan.as-fast"))
-    else:
+    elif way.is_paced:
         because.append(Message("plan.step-slower" if share > 0 else "plan.step-faster", share=abs(share)))
     if failed.way.levers.buckets.pin_memory and not way.levers.buckets.pin_memory:
         because.append(Message("plan.not-locked"))
@@ -277,10 +277,10 @@ def room_above(plan: Plan, measured_peak_bytes: int, *, bounds: Bounds | None = 
 
     The plan was the fastest that was predicted to fit. A faster one fits where the run took less than predicted, which
     the calibration now knows, or where a pinned lever or a tier was in the way. Pass the calibration with what the run
-    has taught already.
+    has taught already. Where no pace is claimed, none is promised.
     """
     way = plan.chosen
-    if way is None or unused_share(way, measured_peak_bytes) <= MUCH:
+    if way is None or not way.is_paced or unused_share(way, measured_peak_bytes) <= MUCH:
         return None
     asked = same_training_question(plan, bounds or Bounds())
     free = unpin(asked)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, release
 from tightfit.messages import Message
-from tightfit.types import FSDP2, ZERO3, ConfigError, Engine, Hardware, Levers, Mamba1, Mamba2, ModelShape, Trainer
+from tightfit.types import FSDP2, ZERO3, ConfigError, Engine, Hardware, Levers, ModelShape, Trainer
 
 OLDEST_LLAMAFACTORY = (0, 9, 2)
 _TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
@@ -85,7 +85,7 @@ def check_llamafactory(levers: Levers, shape: ModelShape, version: str) -> None:
     at = release(version)
     if at < OLDEST_LLAMAFACTORY:
         raise ConfigError(Message("plan.old-llamafactory", version=version))
-    if scans(shape):
+    if shape.scans:
         raise ConfigError(Message("plan.llamafactory-mamba", name=shape.name))
     if at < _TYPES_SINCE.get(shape.model_type, OLDEST_LLAMAFACTORY):
         first = ".".join(map(str, _TYPES_SINCE[shape.model_type]))
@@ -113,10 +113,5 @@ def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Co
         raise ConfigError(Message("plan.inputs-on-host", name=name))
     if "loss" in pinned and levers.loss == "fused" and not trainer.fuses(shape):
         raise ConfigError(Message("plan.no-fused-loss", name=name, model_type=shape.model_type))
-    if "scan" in pinned and levers.scan == "tightfit" and scans(shape):
+    if "scan" in pinned and levers.scan == "tightfit" and shape.scans:
         raise ConfigError(Message("plan.no-own-scan", name=name))
-
-
-def scans(shape: ModelShape) -> bool:
-    """Whether the model has Mamba's layers."""
-    return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in shape.blocks)

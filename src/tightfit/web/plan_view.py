@@ -246,13 +246,15 @@ def verdict(found: Drawn, words: Words) -> str:
     first, used = found["ways"][0], found["used"]
     kind = "changed" if found["is_changed"] else "fits" if found["plan"].fits else "not"
     template: str = said[f"verdict_{kind}"]
+    tokens, pace = first["tokens_per_s"], ""
+    if tokens is not None:
+        pace = said["verdict_pace"].format(tokens=f"{tokens:,.0f}", **first["seconds"])
     return template.format(
         way=words.say(first["name"]),
         needs=first["needs"],
         card=first["card"],
         gpus=used,
-        tokens=f"{first['tokens_per_s']:,.0f}",
-        **first["seconds"],
+        pace=pace,
         lacks=words.say(first["lacks"] or ""),
         where=said["on_many" if used > 1 else "on_one"].format(gpus=used),
     )

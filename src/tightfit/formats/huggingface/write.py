@@ -29,7 +29,7 @@ from tightfit.messages import Message, Said
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.trainers import LIGER_UNDER_THE_TRAINER
 from tightfit.priced import amounts
-from tightfit.types import Checkpointing, ConfigError, Hardware, Levers, Mamba1, Mamba2, Optimizer
+from tightfit.types import Checkpointing, ConfigError, Hardware, Levers, Optimizer
 
 OLDEST, NEWEST = "4.40.0", "5.22.2"  # the range whose sources were read
 
@@ -139,7 +139,7 @@ def training_args_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What differs from the plan, or has to be known, a sentence each."""
     way, version, saving = require_way(plan), target.transformers_version, plan.job.saving
     levers, knows_liger = way.levers, _knows(version, "use_liger_kernel")
-    fused, offloads, scans = levers.loss == "fused", levers.checkpointing.offload, _scans(way)
+    fused, offloads, scans = levers.loss == "fused", levers.checkpointing.offload, way.shape.scans
     if offloads and levers.is_fsdp2:
         need = _required_bytes(way, replace(levers, checkpointing=Checkpointing(layers=None)))
         no_offload = Message("huggingface.input-offload-by-accelerate", need=amounts(need)[0])
@@ -179,7 +179,7 @@ def _needs(way: Way, version: str) -> Message | None:
     """What a GPU holds under the Trainer, where that is more than the plan says."""
     levers, card, needs = way.levers, way.hardware.gpu.memory_bytes, {}
     offloads = levers.checkpointing.offload and levers.is_fsdp2
-    for scan in ("official", "torch") if _scans(way) else (levers.scan,):
+    for scan in ("official", "torch") if way.shape.scans else (levers.scan,):
         run = replace(
             levers,
             loss=levers.loss if fuses(way, version) else "plain",
@@ -207,10 +207,6 @@ def say_need(need: Message, *, fits: bool) -> Message:
 
 def _required_bytes(way: Way, levers: Levers) -> int:
     return estimate(way.shape, levers, way.world, way.hardware).gpu.required_bytes
-
-
-def _scans(way: Way) -> bool:
-    return any(isinstance(block.mixer, Mamba1 | Mamba2) for block in way.shape.blocks)
 
 
 # --- the parts ----------------------------------------------------------------------------------
