@@ -265,13 +265,17 @@ def summary(runs: Sequence[Timed]) -> str:
         *[errors_line(name, group) for name, group in groups.items() if group],
     ]
     found = [pair for group in jobs(runs) for pair in pairs(group)]
-    text = f"Order: {sum(pair.right for pair in found)} of {len(found)} pairs right"
-    if first := [pair for pair in found if pair.later]:
-        text += (
-            f"; of the {len(first)} whose runs were both measured after the constants had been set,"
-            f" {sum(pair.right_first for pair in first)} as predicted before"
-        )
-    return "\n".join([*lines, "", f"{text}."])
+    first = [pair for pair in found if pair.later]
+    lines += [
+        "",
+        "| pairs of runs in the right order | right | of |",
+        "|---|---|---|",
+        f"| all, as predicted now | {sum(pair.right for pair in found)} | {len(found)} |",
+    ]
+    if first:
+        right = sum(pair.right_first for pair in first)
+        lines.append(f"| both measured later, as predicted before they were | {right} | {len(first)} |")
+    return "\n".join(lines)
 
 
 def _groups(runs: Sequence[Timed]) -> tuple[list[Timed], list[Timed], list[Timed]]:
