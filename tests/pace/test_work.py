@@ -183,3 +183,16 @@ def test_a_card_at_its_power_limit_is_slower_at_products_alone() -> None:
     cool = passes_of(model, levers, COUNTING, rates._replace(card=mixed), recomputing=0)
     assert cool.traffic > 0
     assert 1 <= cool.throttle < limited.throttle
+
+
+def test_liger_reads_and_writes_once_for_a_norm() -> None:
+    """Its norms, rotations and activations move less, and hold what ours hold; our own worker has none of them."""
+    model, fused = shape(), replace(LEVERS, loss="fused")
+    card = FLOPS._replace(memory=1, casting=1, reducing=1, strided=1, softmax=1)
+    own, theirs = (setting_of(replace(fused, trainer=trainer), COUNTING) for trainer in ("tightfit", "llamafactory"))
+    assert (own.liger, theirs.liger) == (False, True)
+    plain, liger = (layer_time(model.blocks[0], model.hidden_size, setting, card) for setting in (own, theirs))
+    assert liger.traffic < plain.traffic / 2
+    assert liger.traffic_back < plain.traffic_back / 2
+    assert liger.products == plain.products
+    assert liger.host < plain.host

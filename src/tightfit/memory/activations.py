@@ -73,6 +73,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         attention=levers.attention,
         packed=levers.packed,
         padded=levers.padded,
+        liger=levers.loss == "fused" and levers.trainer != "tightfit",
         reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here

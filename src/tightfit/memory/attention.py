@@ -163,7 +163,10 @@ def _rotate_one(ops: Operations, x: Slot, shape: Attention) -> Slot:
         part = part * FP32 // ops.setting.width
     # Forwards two products, a negated half, a join and a sum; backwards two halves that are laid into zeros and added.
     moves: dict[str, Any] = {"access": "parts", "again": 4 * part, "again_back": 9 * part}
-    return ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part, **moves)
+    since = len(ops.tape.ops)
+    turned = ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part, **moves)
+    ops.tape.fuse(since)
+    return turned
 
 
 def _joins(shape: Attention) -> bool:

@@ -40,6 +40,7 @@ class Setting:
     attention: AttentionKernel = "sdpa"
     packed: bool = False  # documents of one sequence are kept apart by a mask
     padded: bool = False  # rows have a mask for their padding
+    liger: bool = False  # Liger's kernels compute norms, rotary embedding and activations; nothing is held otherwise
     reentrant: bool = False
     """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
     scan: str = "official"
@@ -164,6 +165,12 @@ class Operations:
 
     def activate(self, x: Slot, name: str) -> Slot:
         """One kernel for most; some are written in Python, where every factor is a tensor of its own."""
+        since = len(self.tape.ops)
+        active = self._activate(x, name)
+        self.tape.fuse(since)
+        return active
+
+    def _activate(self, x: Slot, name: str) -> Slot:
         if name in _SAVES_OUTPUT:
             return self.output_saving(x)
         if name == "gelu_new":
@@ -221,6 +228,7 @@ class Operations:
     def norm(self, x: Slot, features: int, kind: NormKind, *, rows: int = 1, trains: bool | None = None) -> Slot:
         """A norm over the last dimension of `features`; `rows` of them a token (heads of q and k)."""
         trains = self.setting.trains_base if trains is None else trains
+        since = len(self.tape.ops)
         if kind == "layer":
             # Weight and bias; of norms over heads (stablelm) every head has its own weight, and no bias. Mean and
             # deviation are fp32 on a GPU; on the CPU they have the working precision.
@@ -229,6 +237,7 @@ class Operations:
             normed = self.tape.op((x,), self.size(features * rows), saves=(x,), makes=sums, weight_grad=grad)
         else:
             normed = self._rms(x, features, kind, rows, trains)
+        self.tape.fuse(since)
         self.tape.hold(x)
         return normed
 

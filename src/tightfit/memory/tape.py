@@ -65,6 +65,8 @@ class Op:
     again: int = 0
     """Bytes that pass through memory in its forward beyond its inputs, its outputs and its temporaries twice."""
     again_back: int = 0  # likewise in its backward
+    fused: bool | None = None
+    """Whether it begins (True) or continues (False) what one kernel of Liger's computes; None: no such kernel does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,11 @@ class Tape:
     def called(self, name: str, since: int) -> None:
         """A module has run: all operations from the one with this number on were its own."""
         self.calls.append((name, since, len(self.ops)))
+
+    def fuse(self, since: int) -> None:
+        """One kernel of Liger's computes all operations from the one with this number on."""
+        for number, op in enumerate(self.ops[since:]):
+            op.fused = number == 0
 
     def hold(self, *slots: Slot) -> None:
         """A Python variable keeps these until here, though no operation needs them any more."""

@@ -73,12 +73,13 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     attention, attention_back = _attention(block, setting, card)
     scan, scan_back, scan_host = _scan(block, setting)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
-    launches = len(real) * constants.OPERATION_S + (len(linears) * constants.PACKED_LINEAR_S if packed else 0)
+    launched = [op for op in real if not (setting.liger and op.fused is False)]
+    launches = len(launched) * constants.OPERATION_S + (len(linears) * constants.PACKED_LINEAR_S if packed else 0)
     return LayerTime(
         products=forward + attention,
-        traffic=sum([_forward_s(op, card) for op in real if not op.product]) + scan,
+        traffic=sum([_forward_s(op, card, setting.liger) for op in real if not op.product]) + scan,
         products_back=back + attention_back,
-        traffic_back=_backward_s(tape.ops, card) + scan_back,
+        traffic_back=_backward_s(tape.ops, card, setting.liger) + scan_back,
         unpacking=packed * setting.width / card.unpacking,
         host=launches + scan_host,
         host_back=launches * BACKWARD_OPERATIONS + scan_host,
@@ -86,21 +87,29 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     )
 
 
-def _forward_s(op: Op, card: Card) -> float:
-    """Seconds of an operation that is no product. A temporary is written and read."""
+def _forward_s(op: Op, card: Card, liger: bool) -> float:
+    """Seconds of an operation that is no product. A temporary is written and read. Liger reads and writes once for all
+    that a kernel of its own computes."""
+    if liger and op.fused is not None:
+        return 2 * op.inputs[0].size / card.memory + card.kernel_start_s if op.fused else 0.0
     read, written = sum([slot.size for slot in op.inputs]), sum([slot.size for slot in op.outputs])
     moved = read + written + sum([slot.size for slot in op.makes]) + 2 * op.forward_temp + op.again
     kernels = 5 if op.again else 3 if op.forward_temp else 1
     return moved / _speed(op, card, widens=written > read) + kernels * card.kernel_start_s
 
 
-def _backward_s(ops: list[Op], card: Card) -> float:
+def _backward_s(ops: list[Op], card: Card, liger: bool) -> float:
     """Seconds of the backward of all operations, products apart; and of adding up the gradients of what is read more
     than once."""
     seconds, readers = 0.0, Counter[Slot]()
     for op in ops:
         wanted = [slot for slot in op.inputs if slot.grad]
         if not wanted or not op.outputs:
+            continue
+        if liger and op.fused is not None:
+            # the gradient and what was kept are read, a gradient is written
+            seconds += 3 * op.inputs[0].size / card.memory + card.kernel_start_s if op.fused else 0.0
+            readers.update(wanted if op.fused else ())
             continue
         readers.update(wanted)
         if op.passes or op.product:
@@ -224,6 +233,8 @@ def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trai
         launches += chunks * constants.CHUNK_OPERATIONS * constants.OPERATION_S
         # widened; read for its maximum and its sum; four times read and written in place; narrowed
         moved = logits * (upcast / card.casting + 2 * FP32 / card.reducing + (8 * FP32 + upcast) / card.memory)
+        if setting.liger:  # one kernel reads the logits twice and writes their gradient in place of them
+            moved = 4 * logits * width / card.memory
         times = (once + products_back, moved + added, 0.0, embedding)
     else:
         times = (once, forward, products_back, back + embedding)
