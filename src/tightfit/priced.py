@@ -124,11 +124,11 @@ def why_no_pace(shape: ModelShape, hardware: Hardware) -> Message | None:
     return None if hardware.measured is not None else Message("plan.no-pace")
 
 
-def seconds_words(pace: Pace) -> dict[str, str]:
-    """`step`, the seconds of a step, and `range`, where they may lie, in brackets; empty where nobody knows."""
-    decimals = 2 if pace.step_s >= 0.1 else 3
+def seconds_words(pace: Pace) -> dict[str, str | None]:
+    """`step`, the seconds of a step, and `range`, between which they lie; None where nobody knows."""
+    decimals = 0 if pace.step_s >= 100 else 2 if pace.step_s >= 0.1 else 3
     step, low, high = (f"{seconds:.{decimals}f}" for seconds in (pace.step_s, pace.low_s, pace.high_s))
-    return {"step": step, "range": f" ({low}–{high})" if 0 < pace.low_s < pace.high_s and low != high else ""}
+    return {"step": step, "range": f"{low}–{high}" if 0 < pace.low_s < pace.high_s and low != high else None}
 
 
 def verdict(priced: Priced) -> Message:

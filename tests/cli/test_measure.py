@@ -174,9 +174,39 @@ def test_without_torch_it_says_how_to_get_it(
     assert "pip install 'tightfit[train]'" in capsys.readouterr().err
 
 
-def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["measure", "--out", str(tmp_path)]) == 2
+@pytest.mark.parametrize("out", [".", "/dev/null", "nowhere/here.json"])
+def test_a_folder_is_no_file(out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "--out", out]) == 2
     assert "--out takes the name of a file" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_said_and_the_rest_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found_by(monkeypatch, rates={"memory": 3e12})
+    assert main(["measure", "--out", "/proc/here.json"]) == 2
+    told = capsys.readouterr()
+    assert re.fullmatch(
+        r"tightfit: /proc/here\.json cannot be written \(.+\): name another file with --out\n", told.err
+    )
+    assert "Kept in" in told.out
+    (tmp_path / "data" / "tightfit" / "measured").rename(tmp_path / "before")
+    (tmp_path / "data" / "tightfit" / "measured").write_text("no folder", encoding="utf-8")
+    assert main(["measure"]) == 2
+    capsys.readouterr()
+    assert main(["measure", "--json", "--out", str(tmp_path / "here.json")]) == 0, "this one was asked for"
+    told = capsys.readouterr()
+    assert json.loads(told.out)["rates"] == {"memory": 3e12}
+    assert "name another folder with XDG_DATA_HOME" in told.err
+    assert {path.name for path in tmp_path.glob("*here*")} == {"here.json"}
+
+
+def test_an_early_interrupt_is_one_short_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found_by(monkeypatch, missing={"memory": Message("measure.interrupted")}, interrupted=True)
+    assert main(["measure"]) == 130
+    assert capsys.readouterr().err == "tightfit: interrupted before anything was measured\n"
 
 
 def h200s(folder: Path, apps: str, use: str = "0") -> None:

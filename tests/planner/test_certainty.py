@@ -101,6 +101,6 @@ def test_what_was_measured_already_takes_runs(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_range_stands_beside_the_number_where_there_is_one() -> None:
     ranged = replace(pace_of(0.42), low_s=0.361, high_s=0.5)
-    assert seconds_words(ranged) == {"step": "0.42", "range": " (0.36–0.50)"}
+    assert seconds_words(ranged) == {"step": "0.42", "range": "0.36–0.50"}
     assert seconds_words(replace(ranged, step_s=0.0167, low_s=0.01, high_s=0.03))["step"] == "0.017"
-    assert seconds_words(pace_of(2.0)) == {"step": "2.00", "range": ""}
+    assert seconds_words(pace_of(2.0)) == {"step": "2.00", "range": None}

@@ -20,13 +20,14 @@ from tightfit.messages import Listing, Message, say_why, text
 from tightfit.start.measure import assumed_rates, find_node, measure_machine
 from tightfit.types import ConfigError
 
-NOTHING, INTERRUPTED = 3, 130
+WRONG, NOTHING, INTERRUPTED = 2, 3, 130
 
 
 def measure(argv: Sequence[str]) -> int:
     args = parser().parse(argv)
     out = Path(args.out).expanduser() if hasattr(args, "out") else None
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+    # a device is no file either: what is written would take its place
+    if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
         raise ConfigError(Message("measure.out-is-no-file", path=out))
     node = find_node(inherited({}))
     if node is None:  # the first process of this node measures for all
@@ -45,30 +46,38 @@ def measure(argv: Sequence[str]) -> int:
         (Message("measure.one-missing", part=PARTS[part].name, why=why) for part, why in found.missing.items()), ";"
     )
     if not found.rates:
-        print(f"tightfit: {text('measure.nothing', parts=missing)}", file=sys.stderr)
+        nothing = text("measure.interrupted-early") if interrupted else text("measure.nothing", parts=missing)
+        print(f"tightfit: {nothing}", file=sys.stderr)
         return INTERRUPTED if interrupted else NOTHING
     if found.missing:
         said.append(Message("measure.missing", parts=missing))
     # What was measured before and could not be now is lost on purpose: a file is of one moment.
-    kept, places = place_of(found.fingerprint), []
-    try:
-        write_measured(kept, found)
-        places.append(Message("measure.kept", path=kept))
-    except OSError as error:
-        places.append(Message("measure.not-kept", path=kept, why=say_why(error)))
-    if out is not None:
-        write_measured(out, found)
-        places.append(Message("measure.written", path=out))
+    written, failed = list[Message](), list[Message]()
+    for path, done, refused in (
+        (place_of(found.fingerprint), "measure.kept", "measure.not-kept"),
+        (out, "measure.written", "measure.not-written"),
+    ):
+        if path is not None:
+            try:
+                write_measured(path, found)
+                written.append(Message(done, path=path))
+            except OSError as error:
+                failed.append(Message(refused, path=path, why=say_why(error)))
     if is_json:
         print_json({**asdict(found), "said": said}, allow_nan=False)
     else:
         from tightfit.screen import open_console
         from tightfit.screen.measure import draw_measurement
 
-        draw_measurement(open_console(), found, assumed_rates(this_machine()), [*said, *places])
+        draw_measurement(open_console(), found, assumed_rates(this_machine()), [*said, *written])
+    for each in failed:
+        print(f"tightfit: {each}", file=sys.stderr)
     if interrupted:
-        print(f"tightfit: {text('measure.interrupted-kept')}", file=sys.stderr)
-    return INTERRUPTED if interrupted else 0
+        if written:
+            print(f"tightfit: {text('measure.interrupted-kept')}", file=sys.stderr)
+        return INTERRUPTED
+    asked_for = "measure.kept" if out is None else "measure.written"
+    return 0 if any(each.id == asked_for for each in written) else WRONG
 
 
 def parser() -> Parser:

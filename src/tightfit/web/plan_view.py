@@ -248,7 +248,9 @@ def verdict(found: Drawn, words: Words) -> str:
     template: str = said[f"verdict_{kind}"]
     tokens, pace = first["tokens_per_s"], ""
     if tokens is not None:
-        pace = said["verdict_pace"].format(tokens=f"{tokens:,.0f}", **first["seconds"])
+        step, between = first["seconds"]["step"], first["seconds"]["range"]
+        between = said["range"].format(range=between) if between else ""
+        pace = said["verdict_pace"].format(tokens=f"{tokens:,.0f}", step=step, range=between)
     return template.format(
         way=words.say(first["name"]),
         needs=first["needs"],
