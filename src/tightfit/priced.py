@@ -115,13 +115,14 @@ def amounts(*sizes_bytes: int) -> list[str]:
 
 
 def why_no_pace(shape: ModelShape, hardware: Hardware) -> Message | None:
-    """Why no pace is claimed; None: one is. Of a CPU it is only where that was measured, and of a Mamba there not at
-    all: nobody has measured a scan on one. What is computed still orders the ways."""
+    """Why no pace is claimed; None: one is. Of a CPU it is only where its products were measured, and of a Mamba there
+    not at all: nobody has measured a scan on one. What is computed still orders the ways."""
     if hardware.gpu.vendor != "cpu":
         return None
     if shape.scans:
         return Message("plan.no-scan-pace")
-    return None if hardware.measured is not None else Message("plan.no-pace")
+    rates = hardware.measured.rates if hardware.measured is not None else ()
+    return None if any(name.startswith("products.") for name in rates) else Message("plan.no-pace")
 
 
 def seconds_words(pace: Pace) -> dict[str, str | None]:

@@ -23,7 +23,7 @@ from tightfit.pace.rates import (
     rates_of,
 )
 from tightfit.pace.work import head_time, layer_time, passes_of
-from tightfit.types import Attention, Block, Checkpointing, Gpu, Hardware, Levers, Lora, ModelShape
+from tightfit.types import Attention, Block, Checkpointing, Gpu, Hardware, Levers, Lora, Measured, ModelShape
 
 KERNELS = {"flash": 1, "cudnn": 1, "efficient": 1, "masked_cudnn": 1, "masked_efficient": 1}
 MEMORY = {"memory": 1e30, "casting": 1e30, "softmax": 1e30, "reducing": 1e30, "strided": 1e30}
@@ -169,6 +169,19 @@ def test_half_of_the_layers_recompute_half() -> None:
     model, hardware = shape(), Hardware(gpu=COUNTING)
     half = pace(model, replace(LEVERS, checkpointing=Checkpointing(layers=2)), hardware).causes["recomputation"]
     assert half == pytest.approx(pace(model, LEVERS, hardware).causes["recomputation"] / 2)
+
+
+def test_measured_attention_counts_where_such_numbers_were_measured() -> None:
+    """A GPU's kernels are measured in 16 bits; and a CPU, which has not all of them, has none faster than products."""
+    known = Measured(on="2026-11-16", machine="", rates={"products.fp32": 1e11, "attention.efficient": 1e14})
+    measured = Hardware(gpu=replace(UNIT, bf16_flops=3e14), measured=known)
+    assert rates_of(measured, "bf16").card.efficient > 1e14
+    assert (
+        rates_of(measured, "fp32").card.efficient == rates_of(replace(measured, measured=None), "fp32").card.efficient
+    )
+    cpu = Hardware(gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=2**34), measured=known)
+    assert rates_of(cpu, "fp32").card.efficient > 1e14
+    assert rates_of(cpu, "fp32").card.masked_efficient <= 1e11
 
 
 def test_a_card_at_its_power_limit_is_slower_at_products_alone() -> None:

@@ -60,13 +60,6 @@ class Reached:
     core_bytes_per_s: Figure  # host memory that one core reads and writes in an optimizer step
     cores: Figure  # of a node
 
-    @property
-    def host_optimizer_bytes_per_s(self) -> float:
-        """What the optimizer steps of a node's ranks read and write together: cores or memory, whichever limits it."""
-        return min(
-            self.host_memory.value * self.host_memory_share.value, self.cores.value * self.core_bytes_per_s.value
-        )
-
 
 def reached(hardware: Hardware) -> Reached:
     return _reached(hardware.gpu, hardware.gpus_per_node, hardware.network_bytes_per_s, hardware.link_given)

@@ -250,7 +250,7 @@ def rates_of(hardware: Hardware, precision: Precision, *, rehearsal: bool = Fals
 def know_rates(hardware: Hardware, precision: Precision, *, rehearsal: bool = False) -> Knowledge:
     gpu, ranks = hardware.gpu, 1 if rehearsal else hardware.gpus_per_node
     usual = reached(hardware)
-    found = _Finder(hardware, rehearsal=rehearsal)
+    found = _Finder(hardware)
     card = _find_card(gpu, precision, usual, found)
     stated: RateSource = "data sheet" if gpu.bf16_flops or gpu.fp16_flops else "assumed"
     host_link = usual.host_link.value / (1 if ranks == 1 else usual.gpus_per_root.value)
@@ -308,7 +308,7 @@ def find_model_spread(hardware: Hardware) -> float:
 class _Finder:
     """Takes what was measured here, or else a default, and writes down which."""
 
-    def __init__(self, hardware: Hardware, *, rehearsal: bool) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self.measured = hardware.measured
         self.known: dict[str, Known] = {}
 
@@ -356,9 +356,14 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
     def attend(kernel: str) -> float:
         shares = ATTENTION_SHARES[kernel]
         default = peak * min(shares.get(gpu.arch or "", shares[""]), usual.products.value)
+        name = f"attention.{kernel}"
+        if gpu.vendor == "cpu":  # which has not all of them: what it takes instead is no faster than its products
+            default = min(default, products)
+        elif precision == "fp32":
+            name = ""  # a GPU's are measured in 16 bits
         # measured at 4096 tokens or so, where the diagonal takes its part
         whole = 1.0 if kernel.startswith("masked") else (2048 + DIAGONAL_TOKENS) / 2048
-        return found.speed(f"attention.{kernel}", "attention", default / whole, max(spread, 0.15), stated) * whole
+        return found.speed(name, "attention", default / whole, max(spread, 0.15), stated) * whole
 
     return Card(
         products=products,
