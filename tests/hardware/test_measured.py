@@ -103,6 +103,10 @@ def spoilt(**changes: Any) -> str:
         (lambda: spoilt(rates={"memory": -1}), "rates.memory cannot be -1"),
         (lambda: spoilt(rates={"memory": 0}), "rates.memory cannot be 0"),
         (lambda: spoilt(rates={"memory": "fast"}), "rates.memory cannot be"),
+        (lambda: spoilt(rates={"memory": 1e-300}), "rates.memory cannot be"),
+        (lambda: spoilt(rates={"memory": 1e300}), "rates.memory cannot be"),
+        (lambda: spoilt(rates={"launch_s": 1e9}), "rates.launch_s cannot be"),
+        (lambda: spoilt(on="yesterday"), "yesterday"),
         (lambda: spoilt(rates={"memory": float("nan")}), "NaN is no number"),
         (lambda: spoilt(machine={"card": "H200"}), "machine.vendor is missing"),
         (lambda: "[]", "it cannot be"),
@@ -119,6 +123,18 @@ def test_a_file_that_is_torn_or_another_s_is_named_and_not_used(text: Any, why: 
     measured, said = find_measured(EIGHT)
     assert measured is None
     assert ids(said) == ["measure.file-unused"]
+
+
+def test_gpus_that_were_hidden_from_it_share_what_nobody_measured() -> None:
+    rates = {"products.bf16": 7e14, "host_link": 5e10, "host_link_together": 5e10, "link": 3e11}
+    write_measured(place_of(EIGHT), replace(FOUND, machine=replace(FOUND.machine, gpus_per_node=2), rates=rates))
+    measured, said = find_measured(EIGHT, gpus=8)
+    assert measured is not None
+    assert set(measured.rates) == {"products.bf16", "host_link"}
+    assert "Only 2 of the 8 GPUs were visible" in str(said[1])
+    measured, _ = find_measured(EIGHT, gpus=2)
+    assert measured is not None
+    assert measured.rates == rates
 
 
 def test_this_machine_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def this_machine(host_ram: str | None = None, nvme: str | None = None) -> Hardwa
     else:
         gpu = Gpu(name="CPU", vendor="cpu", memory_bytes=(ram or _ASSUMED_RAM) // 2, fp16=fp16_here())
         count, because = 2, (*because, Message("machine.no-gpu-here", share=gpu.memory_bytes / GIB))
-    measured, about = find_measured(fingerprint_of(sight))
+    measured, about = find_measured(fingerprint_of(sight), count)
     said: tuple[Said, ...] = (*because, *ram_because, *about)
     return Hardware(
         gpu=gpu, gpus_per_node=count, host_ram_bytes=ram, nvme_bytes=nvme_bytes, measured=measured, because=said

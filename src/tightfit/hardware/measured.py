@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -47,6 +47,10 @@ PARTS: Mapping[str, Part] = {
 }
 """In the order in which they are measured."""
 MOST_BYTES = 16 * 2**20
+MOST_PER_S, MOST_S = 1e18, 60.0
+"""No rate is higher than that, in whatever unit, and nothing that is timed takes longer."""
+SHARED = ("host_link_together", "host_optimizer_together", "link")
+"""What GPUs have to share: with fewer of them it is another rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +150,10 @@ def read_measured(path: Path) -> Measurement:
 def _parse(tree: object) -> Measurement:
     found = as_record(tree, Measurement)
     for name, rate in found.rates.items():
-        if not math.isfinite(rate) or rate < 0 or (rate == 0 and not name.endswith("_s")):
+        least, most = (0.0, MOST_S) if name.endswith("_s") else (1.0, MOST_PER_S)
+        if not least <= rate <= most:
             raise ValueError(f"rates.{name} cannot be {rate}")
+    date.fromisoformat(found.on)
     there = found.machine
     if there.memory_bytes <= 0 or (there.host_ram_bytes is not None and there.host_ram_bytes <= 0):
         raise ValueError("machine.memory_bytes cannot be 0")
@@ -156,8 +162,8 @@ def _parse(tree: object) -> Measurement:
     return found
 
 
-def find_measured(fingerprint: Fingerprint) -> tuple[Measured | None, tuple[Message, ...]]:
-    """What was measured on this machine as it is now, and what is to be said about it.
+def find_measured(fingerprint: Fingerprint, gpus: int = 1) -> tuple[Measured | None, tuple[Message, ...]]:
+    """What was measured on this machine as it is now, and what is to be said about it. `gpus`: as many may be used.
 
     Of files of other machines nothing is said, unless the machine is this one as it was: the same GPUs by name, or the
     same host.
@@ -165,7 +171,7 @@ def find_measured(fingerprint: Fingerprint) -> tuple[Measured | None, tuple[Mess
     path = place_of(fingerprint)
     try:
         if path.is_file():
-            return _attach(read_measured(path))
+            return _attach(read_measured(path), gpus)
         others = sorted(_folder().glob("*.json"))
     except HardwareError as error:
         return None, (Message("measure.file-unused", problem=error.said),)
@@ -184,8 +190,11 @@ def find_measured(fingerprint: Fingerprint) -> tuple[Measured | None, tuple[Mess
     return None, ()
 
 
-def _attach(found: Measurement) -> tuple[Measured, tuple[Message, ...]]:
+def _attach(found: Measurement, gpus: int) -> tuple[Measured, tuple[Message, ...]]:
     said = [Message("measure.here", on=found.on)]
+    if (had := found.machine.gpus_per_node) < gpus:  # the others were hidden from it
+        found = replace(found, rates={name: rate for name, rate in found.rates.items() if name not in SHARED})
+        said.append(Message("measure.fewer-gpus", had=had, gpus=gpus))
     if found.marked:
         said.append(Message("measure.was-busy", on=found.on))
     return found.measured, tuple(said)
