@@ -18,6 +18,7 @@ from tightfit.hardware.probes import tools
 from tightfit.messages import Message
 from tightfit.start import measure
 from tightfit.start.measure import Finding, MeasuringNode, find_node, measure_machine
+from tightfit.types import HardwareError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hardware" / "probes"))
 
@@ -209,6 +210,27 @@ def test_an_early_interrupt_is_one_short_sentence(
     assert capsys.readouterr().err == "tightfit: interrupted before anything was measured\n"
 
 
+def test_ranks_that_cannot_start_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "WORKER", (sys.executable, "-c", "raise SystemExit('libcudart.so is missing')"))
+    found, _, _ = measure_machine(quick=True, node=MeasuringNode(), tell=lambda *_: None, parts=["launch"])
+    assert "ended with code 1: libcudart.so is missing" in str(found.missing["launch"])
+
+
+def test_a_torch_without_gpus_is_told_though_not_every_rank_has_spoken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    h200s(tmp_path, "")
+    first = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': time.sleep(60)\n"
+        "with open(sys.argv[sys.argv.index('--found') + 1], 'w') as file:\n"
+        """    file.write('{"gpus": 0, "torch": "2.11+cpu", "cuda": null, "hip": null}\\n')\n"""
+    )
+    monkeypatch.setattr(measure, "WORKER", (sys.executable, "-c", first))
+    with pytest.raises(HardwareError, match="sees no GPU"):
+        measure_machine(quick=True, node=MeasuringNode(), tell=lambda *_: None, parts=["launch"])
+
+
 def h200s(folder: Path, apps: str, use: str = "0") -> None:
     """Two H200 by stand-ins of the maker's tool, with these processes on them."""
     rows = "".join(recorded.NVIDIA_ROWS.splitlines(keepends=True)[:2])
@@ -268,6 +290,7 @@ SLURM = {
     ("env", "node"),
     [
         ({}, MeasuringNode()),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, MeasuringNode()),
         ({**TORCHRUN, "LOCAL_RANK": "0"}, MeasuringNode(number=1, count=2, address="n1:29401")),
         ({**TORCHRUN, "LOCAL_RANK": "1"}, None),
         (SLURM, MeasuringNode(number=1, count=2, address="gpu07:20007")),

@@ -43,7 +43,8 @@ def measure(argv: Sequence[str]) -> int:
     if node.number > 0:  # one file and one report for all nodes: the first one's
         return INTERRUPTED if interrupted else 0
     missing = Listing(
-        (Message("measure.one-missing", part=PARTS[part].name, why=why) for part, why in found.missing.items()), ";"
+        (Message("measure.one-missing", part=PARTS[part].name, why=why or None) for part, why in found.missing.items()),
+        ";",
     )
     if not found.rates:
         nothing = text("measure.interrupted-early") if interrupted else text("measure.nothing", parts=missing)

@@ -76,7 +76,7 @@ def _measure(bench: Bench, world: int) -> tuple[dict[str, float], list[dict[str,
             rows.append({"kind": name, "bytes": held, "seconds": seconds, "bus": bus})
     gathered = [row for row in rows if row["kind"] == "all_gather" and "seconds" in row]
     if not gathered:
-        return {}, rows
+        raise RuntimeError(rows[0]["problem"])
     largest = max(row["bytes"] for row in gathered)
     large = median(row["bus"] for row in gathered if row["bytes"] >= largest * LARGE_SHARE)
     return {"": large, "_latency_s": gathered[0]["seconds"]}, rows

@@ -32,7 +32,7 @@ from tightfit.inputs.surroundings import cache_folder, cores, inherited, is_inst
 from tightfit.inputs.versions import find_installed
 from tightfit.messages import Listing, Message, from_json
 from tightfit.pace.rates import know_rates
-from tightfit.runs.launch import Ranks, RankStart
+from tightfit.runs.launch import Exit, Ranks, RankStart
 from tightfit.runs.reservations import free_port
 from tightfit.types import ConfigError, Hardware, HardwareError, Precision
 
@@ -50,6 +50,7 @@ HOST_RATES = ("host_memory", "host_optimizer", "host_optimizer_together", "nvme_
 SUMMED = ("host_memory", "host_optimizer_together")
 """Rates of all ranks of the node together. Of all others the slowest rank's counts, for which the others wait."""
 
+TORCHRUN = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Tell = Callable[[str, int, int], None]
 """Of a part that is begun: its name, its number, and how many there are."""
@@ -76,7 +77,7 @@ class Finding:
 
 def find_node(env: Mapping[str, str]) -> MeasuringNode | None:
     """This node, as torchrun or SLURM has it; None: another process of this node measures."""
-    if "LOCAL_RANK" in env and "LOCAL_WORLD_SIZE" in env:
+    if env.keys() >= TORCHRUN:
         if env["LOCAL_RANK"] != "0":
             return None
         count = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
@@ -195,8 +196,8 @@ def _run(hardware: Hardware, parts: Sequence[str], node: MeasuringNode, tell: Te
     try:
         while left:
             with _started(hardware, left, node, quick=quick) as watched:
-                if not watched.wait_for_start(found):
-                    found.missing |= dict.fromkeys(left, Message("measure.never-started", seconds=START_S))
+                if (why := watched.wait_for_start(found, min(deadline, time.monotonic() + START_S))) is not None:
+                    found.missing |= dict.fromkeys(left, why)
                     break
                 deadline = min(deadline, time.monotonic() + MOST_S[quick])
                 while left:
@@ -226,6 +227,7 @@ def _take(found: Finding, part: str, lines: Sequence[Mapping[str, Any]]) -> None
     for line in lines:
         for name, rate in (line.get("rates") or {}).items():
             by_name.setdefault(name, []).append(rate)
+    by_name = {name: rates for name, rates in by_name.items() if name not in SUMMED or len(rates) == len(lines)}
     for name, rates in by_name.items():
         found.rates[name] = sum(rates) if name in SUMMED else max(rates) if name.endswith("_s") else min(rates)
     if not by_name:
@@ -250,23 +252,28 @@ class WatchedRanks:
             found.append([parse_json(line) for line in written])
         return found
 
-    def wait_for_start(self, found: Finding) -> bool:
-        """Whether every rank has said what it runs on."""
-        until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            lines = self._lines()
-            if all(lines):
-                first = lines[0][0]
-                if first["gpus"] < self._wanted:
-                    if not first["gpus"]:
-                        raise HardwareError(Message("measure.torch-without-gpus", torch=first["torch"]))
-                    raise HardwareError(Message("measure.too-few-seen", seen=first["gpus"], wanted=self._wanted))
-                found.raw["software"] = {name: first[name] for name in ("torch", "cuda", "hip")}
-                return True
-            if self._ranks.poll():
-                return False
+    def wait_for_start(self, found: Finding, until: float) -> Message | None:
+        """None: every rank has said what it runs on; or why they are not waited for any longer."""
+        began = time.monotonic()
+        while True:
+            self._ranks.poll()  # before the last look at their lines
+            told = [lines[0] for lines in self._lines() if lines]
+            # A rank that sees too few GPUs ends at once, maybe before another has said anything.
+            if few := next((line for line in told if line["gpus"] < self._wanted), None):
+                problem = Message("measure.too-few-seen", seen=few["gpus"], wanted=self._wanted)
+                if not few["gpus"]:
+                    problem = Message("measure.torch-without-gpus", torch=few["torch"])
+                if found.rates:  # a GPU was lost on the way: what was found before is kept
+                    return problem
+                raise HardwareError(problem)
+            if len(told) == len(self._files):
+                found.raw["software"] = {name: told[0][name] for name in ("torch", "cuda", "hip")}
+                return None
+            if self._ranks.exits:
+                return _describe_exit(self._ranks.exits[0])
+            if time.monotonic() >= until:
+                return Message("measure.never-started", seconds=time.monotonic() - began)
             time.sleep(LOOK_S)
-        return False
 
     def lines_of(self, part: str) -> list[dict[str, Any]]:
         """What the ranks have left of a part, of those that have."""
@@ -283,11 +290,15 @@ class WatchedRanks:
             if not open_ranks:
                 return None
             if last := next((gone for gone in self._ranks.exits if gone.start.rank in open_ranks), None):
-                log = last.start.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                return Message("measure.ended-early", code=last.code, line=log[-1][:200] if log else None)
+                return _describe_exit(last)
             if time.monotonic() >= until:
                 return Message("measure.took-too-long", seconds=time.monotonic() - began)
             time.sleep(LOOK_S)
+
+
+def _describe_exit(last: Exit) -> Message:
+    log = last.start.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return Message("measure.ended-early", code=last.code, line=log[-1][:200] if log else None)
 
 
 @contextmanager
