@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,9 @@ def spoilt(**changes: Any) -> str:
         (lambda: spoilt(rates={"memory": 1e300}), "rates.memory cannot be"),
         (lambda: spoilt(rates={"launch_s": 1e9}), "rates.launch_s cannot be"),
         (lambda: spoilt(on="yesterday"), "yesterday"),
+        (lambda: spoilt(machine={**asdict(FOUND.machine), "memory_bytes": 10**400}), "machine.memory_bytes cannot be"),
+        (lambda: spoilt(machine={**asdict(FOUND.machine), "nodes": 0}), "machine.nodes cannot be 0"),
+        (lambda: spoilt(machine={**asdict(FOUND.machine), "card": "H200\x1b[31m"}), "machine.card cannot be"),
         (lambda: spoilt(rates={"memory": float("nan")}), "NaN is no number"),
         (lambda: spoilt(machine={"card": "H200"}), "machine.vendor is missing"),
         (lambda: "[]", "it cannot be"),

@@ -17,8 +17,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from tightfit.hardware.words import MAX_GPUS_PER_NODE, MAX_NODES, parse_size, recognise
+from tightfit.hardware.words import MAX_GPUS_PER_NODE, MAX_NODES, MAX_SIZE, MAX_WORD, parse_size, recognise
 from tightfit.inputs.records import as_record, read_json, record_text
+from tightfit.inputs.spelling import shown
 from tightfit.inputs.surroundings import data_folder
 from tightfit.messages import Listing, Message, Said, say_why
 from tightfit.owned import replace_file
@@ -155,10 +156,17 @@ def _parse(tree: object) -> Measurement:
             raise ValueError(f"rates.{name} cannot be {rate}")
     date.fromisoformat(found.on)
     there = found.machine
-    if there.memory_bytes <= 0 or (there.host_ram_bytes is not None and there.host_ram_bytes <= 0):
-        raise ValueError("machine.memory_bytes cannot be 0")
-    if not (1 <= there.gpus_per_node <= MAX_GPUS_PER_NODE and 1 <= there.nodes <= MAX_NODES):
-        raise ValueError(f"machine.gpus_per_node cannot be {there.gpus_per_node}")
+    for name, number, highest in (
+        ("memory_bytes", there.memory_bytes, MAX_SIZE),
+        ("host_ram_bytes", there.host_ram_bytes, MAX_SIZE),
+        ("gpus_per_node", there.gpus_per_node, MAX_GPUS_PER_NODE),
+        ("nodes", there.nodes, MAX_NODES),
+    ):
+        if number is not None and not 1 <= number <= highest:
+            raise ValueError(f"machine.{name} cannot be {shown(number)}")
+    for name, word in (("card", there.card), ("arch", there.arch or "")):
+        if len(word) > MAX_WORD or not word.isprintable():
+            raise ValueError(f"machine.{name} cannot be {shown(word)}")
     return found
 
 

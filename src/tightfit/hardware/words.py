@@ -27,9 +27,9 @@ from tightfit.types import Gpu, Hardware, HardwareError
 MAX_GPUS_PER_NODE = 1024
 MAX_NODES = 16384
 
-_MAX_WORD = 100
+MAX_WORD = 100
 _MAX_MEMORY = 16 * 1024 * GIB
-_MAX_SIZE = 1024 * 1024 * GIB
+MAX_SIZE = 1024 * 1024 * GIB
 _UNITS = {"K": 2**10, "M": MIB, "G": GIB, "T": 2**40, "P": 2**50}
 _SIZE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([KMGTP])(?:i?B)?", re.IGNORECASE)
 _COUNT = re.compile(r"\s*([0-9]+)\s*[x*]\s*", re.IGNORECASE)
@@ -112,8 +112,8 @@ def parse_size(text: str) -> int:
     size = round(float(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise HardwareError(Message("machine.empty-size", word=_quote(text)))
-    if size > _MAX_SIZE:
-        raise HardwareError(Message("machine.size-too-large", word=_quote(text), most=_MAX_SIZE // 1024**4))
+    if size > MAX_SIZE:
+        raise HardwareError(Message("machine.size-too-large", word=_quote(text), most=MAX_SIZE // 1024**4))
     return size
 
 
@@ -371,7 +371,7 @@ def _key(text: str) -> str:
 
 def _plain(text: str) -> str:
     """One way to write each character: full-width digits and letters, and × or the Cyrillic х for x."""
-    if len(text) > _MAX_WORD:
+    if len(text) > MAX_WORD:
         raise HardwareError(Message("machine.word-too-long", word=_quote(text)))
     return unicodedata.normalize("NFKC", text).replace("×", "x").replace("\u0445", "x").strip()
 
