@@ -121,8 +121,9 @@ def why_no_pace(shape: ModelShape, hardware: Hardware) -> Message | None:
         return None
     if shape.scans:
         return Message("plan.no-scan-pace")
-    rates = hardware.measured.rates if hardware.measured is not None else ()
-    return None if any(name.startswith("products.") for name in rates) else Message("plan.no-pace")
+    known = hardware.measured.rates if hardware.measured is not None else {}
+    is_known = {"memory", "launch_s"} <= set(known) and any(name.startswith("products.") for name in known)
+    return None if is_known else Message("plan.no-pace")  # an interrupted measurement may lack what a step hangs on
 
 
 def seconds_words(pace: Pace) -> dict[str, str | None]:

@@ -161,9 +161,14 @@ def test_nothing_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_an_interrupted_one_keeps_what_was_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found_by(monkeypatch, rates={"memory": 3e12}, missing={"launch": Message("measure.interrupted")}, interrupted=True)
+    missing = dict.fromkeys(("launch", "nvme"), Message("measure.interrupted"))
+    found_by(monkeypatch, rates={"memory": 3e12}, missing=missing, interrupted=True)
     assert main(["measure"]) == 130
-    assert "what was found until then is kept" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "what was found until then is kept" in said.err
+    assert "Not measured: launches, the disk (it was interrupted)." in " ".join(said.out.split())
+    assert main(["plan", "--model", "tiny_llama", "--seq", "128"]) == 0
+    assert "No pace is claimed" in capsys.readouterr().out
     assert len([*(tmp_path / "data" / "tightfit" / "measured").glob("*.json")]) == 1
 
 

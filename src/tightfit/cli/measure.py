@@ -42,9 +42,12 @@ def measure(argv: Sequence[str]) -> int:
         found, said, interrupted = measure_machine(quick=hasattr(args, "quick"), node=node, tell=tell)
     if node.number > 0:  # one file and one report for all nodes: the first one's
         return INTERRUPTED if interrupted else 0
+    parts_by_why = {
+        why: Listing(PARTS[part].name for part, other in found.missing.items() if other == why)
+        for why in found.missing.values()
+    }
     missing = Listing(
-        (Message("measure.one-missing", part=PARTS[part].name, why=why or None) for part, why in found.missing.items()),
-        ";",
+        (Message("measure.one-missing", part=parts, why=why or None) for why, parts in parts_by_why.items()), ";"
     )
     if not found.rates:
         nothing = text("measure.interrupted-early") if interrupted else text("measure.nothing", parts=missing)
