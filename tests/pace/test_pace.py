@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tables import table
-from tightfit.hardware.words import parse_hardware
+from tightfit.hardware.words import connect, parse_hardware
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.model.presets import PRESETS
 from tightfit.pace import Clock, KernelChoice, pace
-from tightfit.pace.rates import UNKNOWN_FLOPS
+from tightfit.pace.rates import UNKNOWN_FLOPS, rates_of
 from tightfit.types import (
     Buckets,
     Checkpointing,
@@ -25,6 +25,7 @@ from tightfit.types import (
     Hardware,
     Levers,
     Lora,
+    Measured,
     Method,
     ModelShape,
     Offload,
@@ -394,3 +395,17 @@ def test_assumptions_are_said() -> None:
     assert "3200 Gb/s" in network
     (drive,) = map(str, pace(shape, Levers(engine="zero3", offload_optimizer="nvme"), machine("1xH200")).because)
     assert "NVMe" in drive
+
+
+def test_the_users_word_on_a_link_wins_over_what_was_measured() -> None:
+    measured = Measured(on="2026-11-17", machine="it", rates={"link": 1e9, "network": 1e8})
+    hardware = replace(machine("2x8xH200"), measured=measured)
+    assert (rates_of(hardware, "bf16").link, rates_of(hardware, "bf16").network) == (1e9, 1e8)
+    said = connect(hardware, "8x400Gb", "nvlink")
+    assert rates_of(said, "bf16").link > 100e9
+    assert rates_of(said, "bf16").network > 100e9
+
+
+def test_an_unknown_cards_link_is_said_too() -> None:
+    said = " ".join(map(str, pace(model("tiny_llama"), Levers(), machine("6x32GB")).because))
+    assert "exchange" in said

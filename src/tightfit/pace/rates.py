@@ -310,6 +310,8 @@ class _Finder:
 
     def __init__(self, hardware: Hardware) -> None:
         self.measured = hardware.measured
+        # What the user says of a link is meant, whatever was measured there.
+        self.said = {"link": hardware.link_given, "network": hardware.network_bytes_per_s is not None}
         self.known: dict[str, Known] = {}
 
     def find(self, name: str) -> float | None:
@@ -320,7 +322,7 @@ class _Finder:
         self, name: str, group: str, default: float, spread: float = 0.0, source: RateSource = "data sheet"
     ) -> float:
         """The first rate of a group decides how sure the group is."""
-        value, measured = self.find(name), self.measured
+        value, measured = None if self.said.get(group) else self.find(name), self.measured
         if group not in self.known:
             if value is None or measured is None:
                 self.known[group] = Known(default, source, spread)
@@ -433,7 +435,7 @@ def assumptions(hardware: Hardware, levers: Levers) -> tuple[Message, ...]:
     if hardware.nodes > 1:
         if known["network"].source == "assumed":
             said.append(Message("price.network-rate", gbits=reached(hardware).network.value * 8 / 1e9))
-    elif hardware.world > 1 and known["link"].source == "data sheet":
+    elif hardware.world > 1 and known["link"].source in ("data sheet", "assumed"):
         said.append(Message("price.link-rate", gbytes=rates.link / 1e9))
     if "nvme" in (levers.offload_optimizer, levers.offload_param) and known["nvme"].source == "assumed":
         said.append(Message("price.nvme-rate", read=rates.nvme_read / 1e9, write=rates.nvme_write / 1e9))
