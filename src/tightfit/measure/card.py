@@ -130,7 +130,7 @@ def attention(bench: Bench) -> Found:
     from torch.nn.attention import SDPBackend
 
     # A CPU is hardly ever asked to train in 16 bits, which most compute number by number.
-    dtype = torch.float32 if not bench.on_gpu else torch.bfloat16 if _has_bf16() else torch.float16
+    dtype = _find_half() if bench.on_gpu else torch.float32
     rates: dict[str, float] = {}
     raw: dict[str, Any] = {}
     for name, (kernel, masked) in KERNELS.items():
@@ -209,11 +209,10 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _has_bf16() -> bool:
-    """Whether the card computes bf16 itself."""
-    if torch.version.hip:
-        return True
-    return torch.cuda.get_device_capability()[0] >= 8
+def _find_half() -> torch.dtype:
+    """The 16-bit format that the card computes itself: bf16, or fp16 before Ampere."""
+    has_bf16 = torch.version.hip or torch.cuda.get_device_capability()[0] >= 8
+    return torch.bfloat16 if has_bf16 else torch.float16
 
 
 # --- the card's memory --------------------------------------------------------------------------------
@@ -248,7 +247,7 @@ def _unpack(bench: Bench) -> float | None:
         return None
     from bitsandbytes import functional
 
-    weight = bench.randn(4096, 4096, dtype=torch.bfloat16 if _has_bf16() else torch.float16)
+    weight = bench.randn(4096, 4096, dtype=_find_half())
     packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     return weight.numel() * 2 / bench.seconds(lambda: functional.dequantize_4bit(packed, state), 0.1)
 
@@ -308,7 +307,7 @@ class DecoderLayer(nn.Module):
 
 def launch(bench: Bench) -> Found:
     """Host seconds of one operation, over a tiny layer forward and backward."""
-    dtype = torch.bfloat16 if bench.on_gpu else torch.float32
+    dtype = _find_half() if bench.on_gpu else torch.float32
     layer = DecoderLayer().to(bench.device, dtype)
     x = bench.randn(1, 16, 64, dtype=dtype, grad=True)
     cos, sin = (bench.randn(1, 1, 16, 16, dtype=dtype) for _ in range(2))
