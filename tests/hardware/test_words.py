@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from tightfit.hardware.catalogue import CARDS, GIB, MIB, native_bf16
 from tightfit.hardware.words import connect, parse_hardware, parse_link, parse_network, parse_size, recognise
-from tightfit.types import HardwareError, Measured
+from tightfit.types import HardwareError
 
 GEFORCE_AS_PRINTED = {
     # NVIDIA's white papers: TFLOP/s, fp16 with fp32 accumulation, dense.
@@ -258,21 +257,6 @@ def test_links_by_name_and_by_rate(gpus: str, text: str, link: str, gb_s: float)
     found = connect(parse_hardware(gpus), None, text)
     assert (found.gpu.link, found.link_given) == (link, True)
     assert found.gpu.link_bytes_per_s == pytest.approx(gb_s * 1e9, rel=0.001)
-
-
-def test_what_is_said_of_links_counts_more_than_what_was_measured() -> None:
-    rates = {"products.bf16": 7e14, "link": 3e11, "link_latency_s": 2e-5, "host_link_together": 5e10, "network": 2e11}
-    measured = replace(parse_hardware("8xH100"), measured=Measured(on="2026-11-16", machine="8x", rates=rates))
-
-    def left(network: str | None, link: str | None) -> set[str]:
-        kept = connect(measured, network, link).measured
-        assert kept is not None
-        return set(rates) - set(kept.rates)
-
-    assert left(None, None) == set()
-    assert left("8x400Gb", None) == {"network"}
-    assert left(None, "200GB/s") == {"link", "link_latency_s"}
-    assert left(None, "pcie4") == {"link", "link_latency_s", "host_link_together"}
 
 
 @pytest.mark.parametrize(

@@ -118,17 +118,12 @@ def parse_size(text: str) -> int:
 
 
 def connect(hardware: Hardware, network: str | None, link: str | None) -> Hardware:
-    """The same machine with what was said of its network and of the link between its GPUs. Who says it asks about that,
-    whatever was measured."""
+    """The same machine with what was said of its network and of the link between its GPUs."""
     if network is not None:
-        hardware = _forget(hardware, "network", "network_latency_s")
         hardware = replace(hardware, network_bytes_per_s=parse_network(network))
     if link is None:
         return hardware
     gpu, word = hardware.gpu, parse_link(link)
-    hardware = _forget(hardware, "link", "link_latency_s")
-    if word in PCIE_LANE_GB_S:  # which is the way to the host too
-        hardware = _forget(hardware, "host_link", "host_link_together")
     if word != "nvlink" or gpu.link == "nvlink":
         return replace(hardware, gpu=_relink(gpu, word), link_given=True)
     card = next((card for card in CARDS if card.gpu.name == gpu.name), None)
@@ -143,14 +138,6 @@ def connect(hardware: Hardware, network: str | None, link: str | None) -> Hardwa
         return replace(hardware, link_given=True, because=(*hardware.because, said))
     gpu = replace(gpu, link="nvlink", link_bytes_per_s=card.nvlink_bytes_per_s)
     return replace(hardware, gpu=gpu, link_given=True)
-
-
-def _forget(hardware: Hardware, *names: str) -> Hardware:
-    """The same machine as if these rates had not been measured."""
-    if hardware.measured is None:
-        return hardware
-    kept = {name: rate for name, rate in hardware.measured.rates.items() if name not in names}
-    return replace(hardware, measured=replace(hardware.measured, rates=kept))
 
 
 def parse_network(text: str) -> float:
