@@ -1,8 +1,8 @@
 """What a machine reaches: the constants of the pace model with their sources, and the rates that follow from them.
 
-A rate comes from the best that is known: a finished run (`Hardware.taught`), `tightfit measure` (`Hardware.measured`),
-the user's word, or what such machines reach where nothing was measured (`hardware/reached.py`, with its sources). Each
-carries how far it may be off, and the pace has its range from that.
+A rate comes from the best that is known: a finished run (`Hardware.taught`), the user's word on links and network,
+`tightfit measure` (`Hardware.measured`), or what such machines reach where nothing was measured
+(`hardware/reached.py`, with its sources). Each carries how far it may be off, and the pace has its range from that.
 
 The constants below were measured on one H200 (torch 2.11, DeepSpeed 0.19.8) with 16 cores of an Intel Xeon beside it,
 unless another source is named; `benchmarks/data/` has the figures. Those of kernels are shares or limits that are
