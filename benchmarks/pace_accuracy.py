@@ -21,7 +21,6 @@ import argparse
 import ast
 import inspect
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent))
 
 from accuracy import percent, words_of
+from blocks import fill, write_or_check
 from rows import DATA, GIVEN, OWN, PACE, PACE_LATER, Row, levers_of, read_rows, shape_of
 
 from tightfit.hardware.measured import read_measured
@@ -45,7 +45,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "pace.md"
 MACHINE = DATA / "h200-machine.json"
 """What `tightfit measure` found on the machine of the newest runs, before they ran."""
-BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 APART = 1.2
 ENOUGH_STEPS = 10
 CAUSE_SHOWN = 0.1
@@ -357,10 +356,7 @@ def page(text: str, runs: Sequence[Timed]) -> str:
         "published": published(),
         "constants": constants(),
     }
-    missing = parts.keys() - {found[1] for found in BLOCK.findall(text)}
-    if missing:
-        raise SystemExit(f"{PAGE.name} has no <!-- {min(missing)} --> … <!-- /{min(missing)} --> block")
-    return BLOCK.sub(lambda found: f"{found[1]}{parts[found[2]]}\n{found[3]}", text)
+    return fill(text, parts, PAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -368,15 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
     args = parser.parse_args(argv)
     text = PAGE.read_text(encoding="utf-8")
-    wanted = page(text, all_runs())
-    if wanted == text:
-        return 0
-    if args.check:
-        print(f"docs/{PAGE.name} is stale: run benchmarks/{Path(__file__).name}")
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    print(f"docs/{PAGE.name} written")
-    return 0
+    return write_or_check(PAGE, text, page(text, all_runs()), __file__, check=args.check)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from blocks import fill, write_or_check
 from published_rows import ROWS, InexpressibleError, PeakKind, PublishedRow, Reading, read, read_rows
 from rows import DATA, GIB, GIVEN, OWN, PACE, PACE_LATER
 
@@ -41,7 +42,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "published.md"
 RESERVED = DATA / "h200-reserved.jsonl"
 """What the allocator kept under its default setting, and for lengths that vary."""
-BLOCK = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 APART = 1.15
 """Rows that differ less than this are in no order."""
 WITHIN = 0.25
@@ -530,10 +530,7 @@ def page(text: str, comparison: Comparison) -> str:
         "left_out": left_out_table(comparison),
         **{section: rows_table(comparison, section) for section in SECTIONS},
     }
-    missing = parts.keys() - {found[1] for found in BLOCK.findall(text)}
-    if missing:
-        raise SystemExit(f"{PAGE.name} has no <!-- {min(missing)} --> … <!-- /{min(missing)} --> block")
-    return BLOCK.sub(lambda found: f"{found[1]}{parts[found[2]]}\n{found[3]}", text)
+    return fill(text, parts, PAGE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -548,15 +545,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (print_json if args.json else print_quick)(comparison)
         return 0
     text = PAGE.read_text(encoding="utf-8")
-    wanted = page(text, comparison)
-    if wanted == text:
-        return 0
-    if args.check:
-        print(f"docs/{PAGE.name} is stale: run benchmarks/{Path(__file__).name}")
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    print(f"docs/{PAGE.name} written")
-    return 0
+    return write_or_check(PAGE, text, page(text, comparison), __file__, check=args.check)
 
 
 if __name__ == "__main__":

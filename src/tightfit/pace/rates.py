@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from tightfit.hardware.reached import Figure, Reached, reached
+from tightfit.hardware.reached import Reached, reached
 from tightfit.messages import Message
 from tightfit.types import Gpu, Hardware, Levers, Precision, RateSource
 
@@ -252,22 +252,22 @@ def know_rates(hardware: Hardware, precision: Precision, *, rehearsal: bool = Fa
     usual = reached(hardware)
     found = _Finder(hardware)
     card = _find_card(gpu, precision, usual, found)
-    stated: RateSource = "data sheet" if gpu.bf16_flops or gpu.fp16_flops else "assumed"
+    stated = _source_of(gpu)
     host_link = usual.host_link.value / (1 if ranks == 1 else usual.gpus_per_root.value)
     host_bytes = _find_host_bytes(hardware, usual, ranks)
-    launch = 1.0 if gpu.name.startswith("H200") else LAUNCHES_ELSEWHERE
+    launch = 1.0 if _is_of_the_constants(gpu) else LAUNCHES_ELSEWHERE
     network: RateSource = "given" if hardware.network_bytes_per_s is not None else "assumed"
     rates = Rates(
         card=card,
-        launch=found.seconds("launch_s", "launch", launch * MEASURED_LAUNCH_S, 0.4, "published") / MEASURED_LAUNCH_S,
-        host_link=found.speed(
+        launch=found.take("launch_s", "launch", launch * MEASURED_LAUNCH_S, 0.4, "published") / MEASURED_LAUNCH_S,
+        host_link=found.take(
             "host_link" if ranks == 1 else "host_link_together",
             "host_link",
             min(host_link, host_bytes / ranks),
             max(usual.host_link.spread, usual.gpus_per_root.spread if ranks > 1 else 0.0),
             stated,
         ),
-        host_optimizer=found.speed(
+        host_optimizer=found.take(
             "host_optimizer" if ranks == 1 else "host_optimizer_together",
             "host_optimizer",
             host_bytes / HOST_ADAM_BYTES,
@@ -276,20 +276,20 @@ def know_rates(hardware: Hardware, precision: Precision, *, rehearsal: bool = Fa
         )
         * HOST_ADAM_BYTES
         / ranks,
-        link=found.speed(
+        link=found.take(
             "link", "link", usual.link.value, usual.link.spread, "given" if hardware.link_given else stated
         ),
-        link_latency_s=found.seconds("link_latency_s", "link", COLLECTIVE_S),
-        network=found.speed(
+        link_latency_s=found.take("link_latency_s", "link", COLLECTIVE_S),
+        network=found.take(
             "network",
             "network",
             usual.network.value * usual.network_share.value,
             max(usual.network.spread, usual.network_share.spread),
             network,
         ),
-        network_latency_s=found.seconds("network_latency_s", "network", NETWORK_COLLECTIVE_S),
-        nvme_read=found.speed("nvme_read", "nvme", NVME_READ_BYTES_PER_S, 0.6, "assumed"),
-        nvme_write=found.speed("nvme_write", "nvme", NVME_WRITE_BYTES_PER_S),
+        network_latency_s=found.take("network_latency_s", "network", NETWORK_COLLECTIVE_S),
+        nvme_read=found.take("nvme_read", "nvme", NVME_READ_BYTES_PER_S, 0.6, "assumed"),
+        nvme_write=found.take("nvme_write", "nvme", NVME_WRITE_BYTES_PER_S),
     )
     for taught in hardware.taught.rates if hardware.taught else ():
         if taught.name in GROUPS:
@@ -301,8 +301,13 @@ def know_rates(hardware: Hardware, precision: Precision, *, rehearsal: bool = Fa
 
 def find_model_spread(hardware: Hardware) -> float:
     """What the model leaves open of a step, its rates apart."""
-    seen = hardware.measured is not None or hardware.gpu.name.startswith("H200")
+    seen = hardware.measured is not None or _is_of_the_constants(hardware.gpu)
     return MODEL_SPREAD if seen else UNSEEN_SPREAD
+
+
+def _is_of_the_constants(gpu: Gpu) -> bool:
+    """Whether the constants were measured on such a machine."""
+    return gpu.name.startswith("H200")
 
 
 class _Finder:
@@ -318,7 +323,7 @@ class _Finder:
         value = self.measured.rates.get(name) if self.measured else None
         return value if value is not None and value > 0 else None
 
-    def speed(
+    def take(
         self, name: str, group: str, default: float, spread: float = 0.0, source: RateSource = "data sheet"
     ) -> float:
         """The first rate of a group decides how sure the group is."""
@@ -331,13 +336,11 @@ class _Finder:
                 self.known[group] = Known(value, "measured", marked, measured.on)
         return default if value is None else value
 
-    seconds = speed
-
 
 def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -> Card:
     half = gpu.bf16_flops or gpu.fp16_flops or UNKNOWN_FLOPS
     bandwidth = gpu.memory_bytes_per_s or UNKNOWN_BANDWIDTH
-    stated: RateSource = "data sheet" if gpu.bf16_flops or gpu.fp16_flops else "assumed"
+    stated = _source_of(gpu)
     peak = half
     if precision == "fp32":
         peak = half / FP32_SHARE.get(gpu.arch or "", FP32_ELSEWHERE)
@@ -351,13 +354,13 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
     in_step = peak * usual.products.value * IN_STEP.get(arch, IN_STEP[""])
     # `tightfit measure` keeps the card at products and nothing else.
     sustained = power**-CLOCK_BY_POWER
-    products = found.speed(f"products.{precision}", "products", in_step * sustained, spread, stated) / sustained
+    products = found.take(f"products.{precision}", "products", in_step * sustained, spread, stated) / sustained
     clocks = _find_clocks(gpu)
-    memory = found.speed("memory_copy", "memory", bandwidth * usual.memory.value, usual.memory.spread, stated)
+    memory = found.take("memory_copy", "memory", bandwidth * usual.memory.value, usual.memory.spread, stated)
 
     def attend(kernel: str) -> float:
         shares = ATTENTION_SHARES[kernel]
-        default = peak * min(shares.get(gpu.arch or "", shares[""]), usual.products.value)
+        default = peak * min(shares.get(arch, shares[""]), usual.products.value)
         name = f"attention.{kernel}"
         if gpu.vendor == "cpu":  # which has not all of them: what it takes instead is no faster than its products
             default = min(default, products)
@@ -365,11 +368,11 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
             name = ""  # a GPU's are measured in 16 bits
         # measured at 4096 tokens or so, where the diagonal takes its part
         whole = 1.0 if kernel.startswith("masked") else (2048 + DIAGONAL_TOKENS) / 2048
-        return found.speed(name, "attention", default / whole, max(spread, 0.15), stated) * whole
+        return found.take(name, "attention", default / whole, max(spread, 0.15), stated) * whole
 
     return Card(
         products=products,
-        product_start_s=found.seconds("product_start_s", "products", PRODUCT_START_S),
+        product_start_s=found.take("product_start_s", "products", PRODUCT_START_S),
         power=power,
         flash=attend("flash"),
         cudnn=attend("cudnn"),
@@ -377,13 +380,18 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
         masked_cudnn=attend("masked_cudnn"),
         masked_efficient=attend("masked_efficient"),
         memory=memory,
-        casting=min(memory, found.speed("memory_cast", "memory", CASTING_BYTES_PER_S * clocks)),
+        casting=min(memory, found.take("memory_cast", "memory", CASTING_BYTES_PER_S * clocks)),
         softmax=min(memory, SOFTMAX_BYTES_PER_S * clocks),
         reducing=min(memory, REDUCING_BYTES_PER_S * clocks),
         strided=min(memory, STRIDED_BYTES_PER_S * clocks),
         kernel_start_s=KERNEL_START_S,
-        unpacking=found.speed("unpacking", "unpacking", bandwidth * NF4_BYTES_PER_BANDWIDTH, 0.25, stated),
+        unpacking=found.take("unpacking", "unpacking", bandwidth * NF4_BYTES_PER_BANDWIDTH, 0.25, stated),
     )
+
+
+def _source_of(gpu: Gpu) -> RateSource:
+    """Of rates that follow from what the maker states."""
+    return "data sheet" if gpu.bf16_flops or gpu.fp16_flops else "assumed"
 
 
 def _find_clocks(gpu: Gpu) -> float:
@@ -398,14 +406,10 @@ def _find_clocks(gpu: Gpu) -> float:
 def _find_host_bytes(hardware: Hardware, usual: Reached, ranks: int) -> float:
     """Of host memory that the optimizer steps of a node's ranks read and write together. Who rents a part of a server
     has a part of its cores."""
-    cores = usual.cores
+    cores = usual.cores.value
     if hardware.gpu.link in ("nvlink", "xgmi"):
-        cores = _limit(cores, RENTED_CORES * ranks)
-    return min(usual.host_memory.value * usual.host_memory_share.value, cores.value * usual.core_bytes_per_s.value)
-
-
-def _limit(figure: Figure, most: float) -> Figure:
-    return figure.times(min(1.0, most / figure.value))
+        cores = min(cores, RENTED_CORES * ranks)
+    return min(usual.host_memory.value * usual.host_memory_share.value, cores * usual.core_bytes_per_s.value)
 
 
 def slow_down(rates: Rates, group: str, factor: float) -> Rates:
