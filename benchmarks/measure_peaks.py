@@ -119,14 +119,14 @@ def measure(scenario: dict[str, Any], *, blame: bool) -> dict[str, Any]:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
     import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tightfit.train.place import join_alone
 
     os.environ.update({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(scenario["world"])})
     torch.manual_seed(0)
     if not ON_CPU:
         torch.cuda.set_device(0)
-    dist.init_process_group("fake", rank=0, world_size=scenario["world"], store=FakeStore())
+    join_alone(0, scenario["world"])
     if cap := scenario.get("cap_gib"):
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(cap * GiB / total)

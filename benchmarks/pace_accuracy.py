@@ -39,7 +39,7 @@ from tightfit.hardware.measured import read_measured
 from tightfit.hardware.words import parse_hardware
 from tightfit.model.load import load_model
 from tightfit.pace import pace, rates
-from tightfit.types import Levers, Pace
+from tightfit.types import Hardware, Levers, Pace
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "pace.md"
@@ -77,15 +77,21 @@ class Timed:
         return self.row.timed_steps >= ENOUGH_STEPS and not self.row.scenario.get("cap_gib")
 
 
-def timed(row: Row) -> Timed:
+def _hardware(row: Row) -> Hardware:
+    """Rows whose loss was fused before it had a kernel are those of a machine without Triton."""
     hardware = parse_hardware(f"{row.scenario['world']}xH200")
+    return replace(hardware, gpu=replace(hardware.gpu, triton=row.scenario.get("triton", True)))
+
+
+def timed(row: Row) -> Timed:
+    hardware = _hardware(row)
     predicted = pace(shape_of(row.scenario), levers_of(row.scenario), hardware, rehearsal=True)
     return Timed(row, predicted, _predicted_first()[row.id] if row.pace_frozen else None)
 
 
 def with_measurement(row: Row) -> float:
     """The error of the prediction for the machine as it was measured."""
-    hardware = replace(parse_hardware(f"{row.scenario['world']}xH200"), measured=read_measured(MACHINE).measured)
+    hardware = replace(_hardware(row), measured=read_measured(MACHINE).measured)
     predicted = pace(shape_of(row.scenario), levers_of(row.scenario), hardware, rehearsal=True)
     return predicted.step_s / row.step_s - 1
 

@@ -5,8 +5,7 @@ for words (`FSDP`, `ZeRO-3`, `tensor_model_parallel_size=4`), never for a row. W
 not repeat in each row stands in `HABITS`, with the file that says so.
 
 A row may say less than we need, or more than our levers can: it is then left out with the reason. The pace and the peak
-are judged apart: a compiled model has a peak that we can predict where every layer is recomputed, and a pace that we
-cannot.
+are judged apart: either may lack what the other has.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from tightfit.types import (
     AttentionKernel,
     Buckets,
     Checkpointing,
+    Compile,
     Engine,
     Footprint,
     Hardware,
@@ -575,11 +575,8 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
         draft.peak_not = draft.peak_not or "FSDP1 that seems to hold the whole model beside its share"
     if found := re.search("gptq|awq|hqq", row.said):
         draft.remarks.append(f"4-bit weights of {found[0].upper()}, priced as NF4")
-    if "liger" in row.said and _loss(draft) == "fused":
-        draft.remarks.append("Liger's norms and activations are priced as plain ones")
     if draft.habits.data_on_card:
         draft.peak_not = draft.peak_not or "a data set of unknown size lies on the card as well"
-    _note_compiled(draft)
     return Levers(
         method=method,
         engine=engine,
@@ -590,6 +587,7 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
         offload_optimizer=optimizer_at,
         offload_param=params_at,
         checkpointing=_checkpointing(draft, shape),
+        compile=_compile(draft),
         loss=_loss(draft),
         attention=_attention(draft),
         optimizer=_optimizer(draft),
@@ -668,14 +666,12 @@ def _named_as_in(shape: ModelShape, lora: Lora) -> Lora:
     return replace(lora, targets=fused or None)
 
 
-def _note_compiled(draft: _Draft) -> None:
+def _compile(draft: _Draft) -> Compile:
     if not re.search(r"compile", f"{draft.row.said}"):
-        return
-    draft.pace_not = "compiled layers"
-    if not re.match("full", draft.row.checkpointing or draft.habits.checkpointing):
-        draft.peak_not = "compiled layers that are not recomputed"
+        return "off"
     if re.search(r"optimizer[- ]in[- ]b", draft.row.said):
         draft.peak_not = "the optimizer's step inside the backward pass"
+    return "layers"
 
 
 def _checkpointing(draft: _Draft, shape: ModelShape) -> Checkpointing:

@@ -38,6 +38,7 @@ HELD = DATA / "h200-held.jsonl"
 """Plans that our own worker ran, with those who held the memory at the peak."""
 RESIDENT = DATA / "h200-host.jsonl"
 """Rehearsals whose pages of RAM were counted by kind, phase by phase."""
+WHOLE_GIB = 139.0  # of an H200, its context apart
 FORKED = frozenset({PACE.name, *[path.name for path in PACE_LATER]})
 
 Scenario = Mapping[str, Any]
@@ -170,10 +171,11 @@ def _offload_with_params(scenario: Scenario) -> Offload:
 
 def hardware_of(scenario: Scenario) -> Hardware | None:
     """None: the whole card, ample for every row. A capped run was told that this much is free."""
-    if not scenario.get("cap_gib"):
+    triton, cap_gib = scenario.get("triton", True), scenario.get("cap_gib")
+    if triton and not cap_gib:
         return None
-    memory = _bytes(scenario["cap_gib"]) + CONTEXT_BYTES
-    card = Gpu(name="capped H200", vendor="nvidia", arch="sm_90", memory_bytes=memory)
+    memory = _bytes(cap_gib or WHOLE_GIB) + CONTEXT_BYTES
+    card = Gpu(name="H200", vendor="nvidia", arch="sm_90", memory_bytes=memory, triton=triton)
     return Hardware(gpu=card, gpus_per_node=scenario["world"])
 
 
@@ -217,7 +219,8 @@ class Rehearsed:
     def footprint(self) -> Footprint:
         """What is predicted of it now."""
         world = self.raw["world"]
-        card = Gpu(name="the H200", vendor="nvidia", arch="sm_90", memory_bytes=world["gpu_memory_bytes"])
+        memory, triton = world["gpu_memory_bytes"], self.raw.get("triton", True)
+        card = Gpu(name="the H200", vendor="nvidia", arch="sm_90", memory_bytes=memory, triton=triton)
         hardware = Hardware(gpu=card, gpus_per_node=world["gpus_per_node"])
         return estimate(self.shape, self.levers, world["ranks"], hardware)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.messages import Message, Said, text
-from tightfit.types import FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, ModelShape, Pace
+from tightfit.types import DDP, FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, ModelShape, Pace
 
 GIB = 2**30
 
@@ -183,11 +183,14 @@ def training_words(levers: Levers) -> str:
         levers.optimizer,
         text("price.checkpointing", layers=checkpointing_word(levers.checkpointing)),
         text("price.loss", loss=levers.loss),
+        *([text("price.compiled")] if levers.compile == "layers" else []),
+        *([text("price.liger")] if levers.kernels == "fused" else []),
     )
     return " · ".join(parts)
 
 
 ENGINES: dict[Engine, Said] = {
+    DDP: "DDP",
     "zero0": Message("plan.zero0"),
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",

@@ -244,6 +244,7 @@ class Gpu:
     link_bytes_per_s: float | None = None  # to another GPU of the node, one direction
     fp16: bool | None = None
     """Whether it computes fp16 itself, as every GPU does; None: of a CPU that says nothing of it, or a GPU."""
+    triton: bool = True  # whether Triton's kernels can be compiled for it there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +298,8 @@ class Hardware:
 
 Method = Literal["full", "lora", "qlora"]
 Trains = Literal["all", "embeddings", "layers"]
-Engine = Literal["zero0", "zero1", "zero2", "zero3", "fsdp2"]
+Engine = Literal["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]
+DDP: Engine = "ddp"
 ZERO3: Engine = "zero3"
 FSDP2: Engine = "fsdp2"
 STAGES: Mapping[Engine, int] = {"zero0": 0, "zero1": 1, "zero2": 2, ZERO3: 3}
@@ -310,6 +312,12 @@ Optimizer = Literal["adamw", "adamw8bit", "paged_adamw8bit", "adafactor", "sgd"]
 AttentionKernel = Literal["sdpa", "flash", "eager"]
 Loss = Literal["plain", "fused"]
 Scan = Literal["official", "tightfit", "torch"]
+Compile = Literal["off", "layers"]
+Kernels = Literal["plain", "fused"]
+PARTS = ("elementwise", "qkv", "mixer", "out", "mlp")
+"""What of a layer can be chosen to be computed again: norms, rotary embedding, activations, gates and additions, which
+cost least and go along with any other; the projections that attention or a scan reads; attention or the scan itself;
+its output projection; the MLP's first projections. Nothing needs the last one's output."""
 Trainer = Literal["tightfit", "llamafactory", "trainer"]
 """Who runs the training: our own worker, LLaMA-Factory, or a script around Hugging Face's Trainer."""
 
@@ -382,6 +390,9 @@ class Checkpointing:
     """How many layers recompute; None: all."""
     offload: bool = False
     """The kept layer inputs wait in host memory."""
+    select: tuple[str, ...] = ()
+    """What of these layers recomputes, of `PARTS` and in their order; empty: all of it. `auto` alone: the plan is yet
+    to choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,7 +454,11 @@ class Levers:
     method: Method = lever(
         "full", "train every weight, adapters, or adapters on a 4-bit model (full)", "the training", free=False
     )
-    engine: Engine = lever("zero0", "how the training is spread over the GPUs (zero0: unsharded)", "what saves memory")
+    engine: Engine = lever(
+        "zero0",
+        "how the training is spread over the GPUs; ddp: torch alone, nothing is cut up (zero0: the same by DeepSpeed)",
+        "what saves memory",
+    )
     sequence: int = lever(
         2048,
         "tokens in a sequence (2048)",
@@ -482,13 +497,19 @@ class Levers:
     )
     checkpointing: Checkpointing = lever(
         Checkpointing(layers=None),
-        "which layers keep no activations and compute them again (full)",
+        "which layers, or which parts of them, keep no activations and compute them again (full)",
         "what saves memory",
     )
     loss: Loss = lever("plain", "fused: the logits are never whole in memory (plain)", "what saves memory")
     attention: AttentionKernel = lever("sdpa", "the attention kernel (sdpa)", "what saves memory", kept=True)
     optimizer: Optimizer = lever("adamw", "the optimizer (adamw, with fp32 states)", "the training", free=False)
     scan: Scan = lever("official", "the selective scan of Mamba models (official)", "what saves memory", kept=True)
+    compile: Compile = lever(
+        "off", "layers: every layer runs as code that torch.compile makes of it (off)", "what saves memory"
+    )
+    kernels: Kernels = lever(
+        "plain", "fused: Liger's kernels compute norms, rotary embedding and gates (plain)", "what saves memory"
+    )
     frozen_layers: int = lever(
         0, "the lowest N layers and the embedding do not train (0)", "the training", free=False, least=0
     )
@@ -538,8 +559,17 @@ class Levers:
         return STAGES.get(self.engine)
 
     @property
+    def uses_deepspeed(self) -> bool:
+        return self.engine in STAGES
+
+    @property
     def is_fsdp2(self) -> bool:
         return self.engine == FSDP2
+
+    @property
+    def shards_nothing(self) -> bool:
+        """Whether every GPU has all of everything."""
+        return self.engine in (DDP, "zero0")
 
     @property
     def shards_parameters(self) -> bool:
@@ -644,3 +674,4 @@ class Pace:
     rates: Mapping[str, RateUsed] = field(default_factory=dict)
     """The rates that it hangs on, the one that leaves most open first."""
     because: tuple[Any, ...] = ()  # what had to be assumed
+    warm_up_s: float = 0.0  # before the first step, once: compiling, where no earlier run has left its code

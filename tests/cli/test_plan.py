@@ -269,7 +269,8 @@ def test_margin_is_a_share_or_a_percentage(shell: Shell) -> None:
 def test_hours_are_told_when_the_steps_are_known(shell: Shell) -> None:
     asked = (*SMALL, "--samples", "8000", "--epochs", "2")
     answer = shell.json(*asked)
-    assert answer["hours"] == pytest.approx(2000 * answer["chosen"]["pace"]["step_s"] / 3600)
+    paced = answer["chosen"]["pace"]
+    assert answer["hours"] == pytest.approx((2000 * paced["step_s"] + paced["warm_up_s"]) / 3600)
     assert "for 2,000 steps" in " ".join(shell.run(*asked).split())
     assert shell.json(*SMALL)["hours"] is None
 

@@ -40,7 +40,7 @@ def test_a_tier_that_does_not_fit_proposes_no_change_where_none_is_needed(
     ]
     assert main([*asked, "--tier", "stage3"]) == 2
     said = capsys.readouterr().err
-    assert "the tier stage3 does not fit, so nothing was written: leave --tier out, and ZeRO-3" in said
+    assert "the tier stage3 does not fit, so nothing was written: leave --tier out, and FSDP2" in said
     assert "--allow" not in said
     assert not (tmp_path / "p").exists()
     assert main([*asked, "--tier", "auto"]) == 0

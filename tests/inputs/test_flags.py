@@ -107,6 +107,8 @@ def test_fsdp2_offloads_all_together() -> None:
         ({"optimizer": "adam"}, "did you mean adamw?"),
         ({"micro_batch": 0}, "--micro-batch must be at least 1, not 0"),
         ({"seq": -1}, "--seq must be at least 1, not -1"),
+        ({"checkpointing": "select:mpl"}, "did you mean mlp?"),
+        ({"checkpointing": "select:mlp+layers:x"}, "--checkpointing knows no"),
         ({"checkpointing": "layer:3"}, "did you mean layers:K?"),
         ({"checkpointing": "layers:5"}, "more layers than the 4 of tiny_llama"),
         ({"frozen_layers": 5}, "more than the 4 layers of tiny_llama"),
@@ -159,13 +161,6 @@ def test_levers_can_be_said_in_flags_again() -> None:
     assert levers_from_flags(dict(**known), MAMBA) == levers
 
 
-def test_a_fused_loss_cannot_cap_logits() -> None:
-    capped = replace(LLAMA, final_softcap=True)
-    with pytest.raises(ConfigError, match="--loss plain"):
-        levers_from_flags({"loss": "fused"}, capped)
-    assert levers_from_flags({"loss": "plain"}, capped).loss == "plain"
-
-
 def test_experts_drop_no_inputs() -> None:
     """PEFT refuses it when the model is built; here it is said before."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -174,3 +169,34 @@ def test_experts_drop_no_inputs() -> None:
         levers_from_flags({"method": "lora", "lora_dropout": 0.1}, experts)
     levers = levers_from_flags({"method": "lora", "lora_dropout": 0.1, "lora_targets": "q_proj,v_proj"}, experts)
     assert levers.lora == Lora(targets=("q_proj", "v_proj"), dropout=0.1)
+
+
+def test_what_cannot_be_traced_is_not_compiled() -> None:
+    assert levers_from_flags({"compile": "layers", "engine": "fsdp2"}, LLAMA).compile == "layers"
+    assert levers_from_flags({"compile": "layers", "scan": "tightfit"}, MAMBA).compile == "layers"
+    with pytest.raises(ConfigError, match="--engine fsdp2"):
+        levers_from_flags({"compile": "layers", "engine": "zero3"}, LLAMA)
+    with pytest.raises(ConfigError, match="--scan tightfit"):
+        levers_from_flags({"compile": "layers", "scan": "official"}, MAMBA)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+    experts = shape_from_config({"model_type": "mixtral", "vocab_size": 512, "num_local_experts": 4, **sizes}, "some")
+    assert levers_from_flags({"compile": "layers"}, experts).compile == "layers"
+    with pytest.raises(ConfigError, match="--precision bf16"):
+        levers_from_flags({"compile": "layers", "precision": "fp16"}, experts)
+    with pytest.raises(ConfigError, match="--lora-targets"):
+        levers_from_flags({"compile": "layers", "method": "lora"}, experts)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("select:auto", Checkpointing(layers=None, select=("auto",))),
+        ("select:mlp,QKV", Checkpointing(layers=None, select=("elementwise", "qkv", "mlp"))),
+        ("select:elementwise", Checkpointing(layers=None, select=("elementwise",))),
+        ("select:mlp+layers:12", Checkpointing(layers=12, select=("elementwise", "mlp"))),
+        ("select:mlp+layers:0", Checkpointing(layers=0)),
+    ],
+)
+def test_parts_that_recompute_are_named(word: str, meant: Checkpointing) -> None:
+    assert checkpointing_from_word(word) == meant
+    assert checkpointing_from_word(checkpointing_word(meant)) == meant

@@ -17,7 +17,7 @@ import test_conv
 from scans import NAMES, Shape, error, make, results
 
 from tightfit.mamba.arguments import Scan
-from tightfit.mamba.gpu_scan import FORWARD, Config, triton_scan
+from tightfit.mamba.gpu_scan import FORWARD, Config, run_backward, run_forward
 
 SMALL = Config(cells=16, border=8, segment=16)
 CASES = {
@@ -57,12 +57,11 @@ def main() -> None:
 
 
 def gradients(inputs: dict[str, torch.Tensor], starts: torch.Tensor | None, config: Config) -> dict[str, torch.Tensor]:
-    own = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-    out, last = triton_scan(Scan(**own, delta_softplus=True, starts=starts), config, config)
+    scan = Scan(**inputs, delta_softplus=True, starts=starts)
+    out, last, borders = run_forward(scan, config)
     weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype)
-    loss = (out * weights).double().sum() + (last.double() ** 2).sum()
-    grads = torch.autograd.grad(loss, [own[name] for name in NAMES])
-    return {"out": out.detach(), "last": last.detach(), **{f"d{k}": grad for k, grad in zip(NAMES, grads, strict=True)}}
+    grads = run_backward(scan, borders, weights, 2 * last, config)  # of Σ out · weights + Σ last²
+    return {"out": out, "last": last, **{f"d{name}": getattr(grads, name).to(inputs[name].dtype) for name in NAMES}}
 
 
 if __name__ == "__main__":

@@ -825,3 +825,85 @@ def test_a_traced_layer_is_taken_as_measured() -> None:
     assert cost.backward_kept == 48 * 1700 + 2 * 64 * 64
     assert cost.output == cost.input_grad == 48 * 64 * 2
     assert layer_cost(block, 64, setting_of(2, 24, 2, trains_base=False)).weight_grads == 0
+
+
+# --- Liger's kernels ----------------------------------------------------------------------------
+
+LIGERS = ("llama", "qwen3", "phi3", "gemma3_text", "olmo2")
+MORE_LIGERS = ("mistral", "ministral", "qwen2", "phi3-whole-heads", "gemma", "gemma2", "granite", "olmo3", "smollm3")
+MORE_LIGERS += ("smollm3-unrotated", "mixtral", "qwen3_moe")
+
+
+class NoKernel:
+    """Stands for a kernel that would write into tensors which are there already."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """Liger as it runs on a GPU, but that nothing is computed: what its functions allocate and keep is their Python."""
+    pytest.importorskip("liger_kernel")
+    from importlib import import_module
+
+    from triton.runtime.jit import KernelInterface
+
+    from tightfit.train.kernels import bind_liger
+
+    for name in ("rms_norm", "rope", "swiglu", "geglu"):
+        module = import_module(f"liger_kernel.ops.{name}")
+        for leaf, value in list(vars(module).items()):
+            if isinstance(value, KernelInterface):
+                monkeypatch.setattr(module, leaf, NoKernel())
+    rope = import_module("liger_kernel.ops.rope").LigerRopeFunction
+    monkeypatch.setattr(import_module("liger_kernel.transformers.monkey_patch"), "liger_rotary_pos_emb", rope.apply)
+    turned: dict[Any, Any] = {}
+
+    def bind(model: Any) -> None:
+        own = import_module(type(model).__module__)
+        turned.setdefault(own, own.apply_rotary_pos_emb)
+        assert bind_liger(model) is None
+
+    yield bind
+    for own, function in turned.items():
+        own.apply_rotary_pos_emb = function
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", [*LIGERS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE_LIGERS)])
+@pytest.mark.parametrize("width", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_layers_with_ligers_kernels(family: str, width: int, liger: Callable[[Any], None]) -> None:
+    shape = shape_of(FAMILIES[family], 1)
+    for attention in attentions_of(family):
+        model = build(FAMILIES[family], 1, width, attention)
+        liger(model)
+        for batch, sequence in SHAPES:
+            call = call_of(model, batch, sequence, shape.blocks[0])
+            real = found_in(call)
+            setting = setting_of(batch, sequence, width, attention, liger=True)
+            cost = layer_cost(shape.blocks[0], shape.hidden_size, setting)
+            at = (attention, batch, sequence)
+            assert abs(relative(cost.saved, real.saved)) < 0.001, at
+            assert abs(relative(cost.forward, real.forward)) < 0.01, at
+            assert abs(relative(cost.backward, real.backward)) < 0.01, at
+            assert abs(relative(cost.forward_unsaved, unsaved_peak(call))) < 0.03, at
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_adapters_around_ligers_kernels(family: str, liger: Callable[[Any], None]) -> None:
+    """Two products read what the gate puts out, the projection's and its adapter's: their gradients are added up beside
+    both."""
+    peft = pytest.importorskip("peft")
+    model, shape = build(FAMILIES[family], 1, 2, "sdpa"), shape_of(FAMILIES[family], 1)
+    liger(model)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+    for batch, sequence in SHAPES:
+        real = found_in(call_of(adapted.base_model.model, batch, sequence, shape.blocks[0]))
+        setting = setting_of(batch, sequence, 2, trains_base=False, lora_rank=4, liger=True)
+        cost = layer_cost(shape.blocks[0], shape.hidden_size, setting)
+        assert cost.saved == real.saved
+        assert cost.forward == real.forward
+        assert abs(relative(cost.backward, real.backward)) < 0.01

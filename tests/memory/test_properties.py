@@ -203,7 +203,8 @@ def check_sums(found: Footprint) -> None:
 @properties
 @given(shapes(), levers(), worlds)
 def test_checkpointing_keeps_less(shape: ModelShape, lever: Levers, world: int) -> None:
-    assume(shape.n_layers > 1)  # one layer has none beneath it to spare, and keeps the mask of eager attention
+    # one layer has none beneath it to spare, and keeps the mask of eager attention
+    assume(shape.n_layers - lever.frozen_layers > 1)
     none, full = priced(shape, world, replace(lever, checkpointing=NONE), replace(lever, checkpointing=FULL))
     for phase in ("forward", "loss"):
         assert held(full, phase, "activations") <= held(none, phase, "activations")
@@ -344,11 +345,14 @@ def test_a_smaller_reduce_bucket(shape: ModelShape, lever: Levers, world: int, s
     st.sampled_from(["prefetch_bucket", "max_live_parameters"]),
 )
 def test_without_prefetching_least_is_gathered(shape: ModelShape, lever: Levers, world: int, limit: str) -> None:
-    """Where each module owns one parameter; several that are fetched at once need a flat buffer beside them."""
+    """Where each module owns one parameter; several that are fetched at once need a flat buffer beside them. With
+    prefetching the head may be there before its turn, and another matrix gone at the loss."""
+    head = shape.vocab_size * shape.hidden_size * 4
     without = replace(lever, buckets=replace(lever.buckets, **{limit: 0}))
     least, other = priced(shape, world, without, lever)
     for phase in ("forward", "loss"):  # as a whole: what is whole and what the layer holds are weighed together
-        assert least.gpu.phases[phase].total_bytes <= other.gpu.phases[phase].total_bytes
+        spare = head if phase == "loss" else 0
+        assert least.gpu.phases[phase].total_bytes <= other.gpu.phases[phase].total_bytes + spare
 
 
 # --- sizes that cost ----------------------------------------------------------------------------
@@ -357,6 +361,7 @@ def test_without_prefetching_least_is_gathered(shape: ModelShape, lever: Levers,
 @properties
 @given(shapes(), levers(), worlds, st.sampled_from([1, 8, 100, 1000]))
 def test_longer_sequences_take_more(shape: ModelShape, lever: Levers, world: int, more: int) -> None:
+    assume(not (shape.scans and lever.scan == "tightfit"))  # where it cuts time, and with how much room, goes by steps
     short, long = priced(shape, world, lever, replace(lever, sequence=lever.sequence + more))
     check_growth(short, long)
 

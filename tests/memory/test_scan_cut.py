@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tightfit.mamba.arguments import Scan
-from tightfit.memory.ssm import TIGHTFIT_BORDER, TIGHTFIT_STEPS, cut_scan
+from tightfit.memory.ssm import CUDA_CHANNELS, CUDA_STATES, TIGHTFIT_BORDER, TIGHTFIT_STEPS, cut_cuda_scan, cut_scan
 
 gpu_scan = pytest.importorskip("tightfit.mamba.gpu_scan")
 
@@ -28,3 +28,14 @@ def test_the_same_cut(batch: int, channels: int, length: int, states: int) -> No
         assert (cut.wide, cut.slots) == (known.wide, known.slots)
         assert cut.part * cut.segments * batch == known.programs
         assert cut.part * batch * cut.padded * 2 * cut.wide * 4 == known.sums
+
+
+@pytest.mark.parametrize(("batch", "channels", "length"), [(1, 9728, 2048), (8, 5120, 2048), (3, 64, 65), (1, 128, 2)])
+def test_the_same_cut_on_nvidias_cards(batch: int, channels: int, length: int) -> None:
+    cuda_scan = gpu_scan.cuda_scan
+    known = (cuda_scan.STATES, cuda_scan.CHANNELS, cuda_scan.BORDER)
+    assert known == (CUDA_STATES, CUDA_CHANNELS, TIGHTFIT_BORDER)
+    cut = cuda_scan.Cut(batch, channels, length, cuda_scan.BACKWARD_PROGRAMS)
+    asked = cut_cuda_scan(batch, channels, length)
+    assert (cut.segments, cut.tiles * cut.segments * batch) == (asked.slots, asked.programs)
+    assert cut.tiles * batch * cut.padded * 2 * CUDA_STATES * 4 == asked.sums

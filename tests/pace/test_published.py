@@ -112,11 +112,12 @@ def test_an_empty_row_is_left_out() -> None:
     assert compare([make_row({}, 1)]).left_out
 
 
-def test_a_compiled_run_has_a_peak_alone_where_every_layer_is_recomputed() -> None:
-    said = {"other": "torch.compile", "tokens_per_s_per_gpu": 1, "peak_gib": 1}
-    full, none = read(row_of(**said)), read(row_of(**said, checkpointing="none"))
-    assert (full.has_pace, full.has_peak) == (False, True)
-    assert (none.has_pace, none.has_peak) == (False, False)
+def test_a_row_is_compiled_where_it_says_so() -> None:
+    said = {"tokens_per_s_per_gpu": 1, "peak_gib": 1}
+    compiled, plain = read(row_of(**said, other="torch.compile")), read(row_of(**said))
+    assert (compiled.levers.compile, plain.levers.compile) == ("layers", "off")
+    assert compiled.has_pace
+    assert compiled.has_peak
 
 
 def test_a_peak_of_tensors_is_predicted() -> None:
@@ -126,7 +127,9 @@ def test_a_peak_of_tensors_is_predicted() -> None:
     assert len(compared) > 10
     for reading in compared:
         assert reading.peak_kind == "allocated"
-        assert reading.peak_ratio == pytest.approx(1, abs=0.03), reading.row
+        # what a compiled layer keeps depends on its code, which is Hugging Face's here and the publisher's own there
+        own_code = reading.levers.compile == "layers" and reading.levers.checkpointing.layers == 0
+        assert reading.peak_ratio == pytest.approx(1, abs=0.12 if own_code else 0.03), reading.row
 
 
 def test_what_the_allocator_keeps_explains_a_driver_and_no_more() -> None:

@@ -26,7 +26,15 @@ from tightfit.pace.work import head_time, layer_time, passes_of
 from tightfit.types import Attention, Block, Checkpointing, Gpu, Hardware, Levers, Lora, Measured, ModelShape
 
 KERNELS = {"flash": 1, "cudnn": 1, "efficient": 1, "masked_cudnn": 1, "masked_efficient": 1}
-MEMORY = {"memory": 1e30, "casting": 1e30, "softmax": 1e30, "reducing": 1e30, "strided": 1e30}
+MEMORY = {
+    "memory": 1e30,
+    "casting": 1e30,
+    "softmax": 1e30,
+    "loss": 1e30,
+    "capped_loss": 1e30,
+    "reducing": 1e30,
+    "strided": 1e30,
+}
 MEMORY |= {"kernel_start_s": 0, "unpacking": 1}
 FLOPS = Card(products=1, product_start_s=0, power=1, **KERNELS, **MEMORY)
 UNIT = Gpu(name="one", vendor="nvidia", arch="sm_80", memory_bytes=2**40, bf16_flops=1, memory_bytes_per_s=1e30)
@@ -199,11 +207,17 @@ def test_a_card_at_its_power_limit_is_slower_at_products_alone() -> None:
 
 
 def test_liger_reads_and_writes_once_for_a_norm() -> None:
-    """Its norms, rotations and activations move less, and hold what ours hold; our own worker has none of them."""
+    """Its norms, rotations and activations move less; our own worker has them by a lever of their own."""
     model, fused = shape(), replace(LEVERS, loss="fused")
     card = FLOPS._replace(memory=1, casting=1, reducing=1, strided=1, softmax=1)
     own, theirs = (setting_of(replace(fused, trainer=trainer), COUNTING) for trainer in ("tightfit", "llamafactory"))
     assert (own.liger, theirs.liger) == (False, True)
+    asked = replace(LEVERS, kernels="fused")
+    assert setting_of(asked, COUNTING, "llama").liger
+    assert not setting_of(asked, COUNTING, "llama").liger_loss
+    for other in ({"compile": "layers"}, {"checkpointing": Checkpointing(select=("mlp",))}):
+        assert not setting_of(replace(asked, **other), COUNTING, "llama").liger
+    assert not setting_of(asked, COUNTING, "stablelm").liger
     plain, liger = (layer_time(model.blocks[0], model.hidden_size, setting, card) for setting in (own, theirs))
     assert liger.traffic < plain.traffic / 2
     assert liger.traffic_back < plain.traffic_back / 2

@@ -29,14 +29,14 @@ def planned(word: str = "4x24GB", model: str = "tiny_llama", **job: Any) -> Plan
 def test_only_engines_that_keep_states_by_parameter_are_considered(kind: Optimizer, method: str) -> None:
     answer = planned(optimizer=kind, method=method, lora=Adapters(rank=4))
     ways = (answer.chosen, *answer.alternatives)
-    assert {way.levers.engine for way in ways if way is not None} == {"zero0", "fsdp2"}
+    assert {way.levers.engine for way in ways if way is not None} == {"ddp", "zero0", "fsdp2"}
     assert answer.chosen is not None
     assert Message("plan.zero-left-out") in answer.because
 
 
 def test_other_optimizers_have_every_engine() -> None:
     engines = {levers.engine for levers in strategies(Levers(), frozenset(), FOUR)}
-    assert engines == {"zero0", "zero1", "zero2", "zero3", "fsdp2"}
+    assert engines == {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"}
     assert Message("plan.zero-left-out") not in planned(optimizer="adamw").because
 
 
@@ -47,19 +47,19 @@ def test_a_pinned_stage_is_refused_with_what_to_use(engine: Engine, kind: Optimi
         planned(optimizer=kind, levers={"engine": engine})
     assert str(refused.value) == (
         f"under {engine} the states of --optimizer {kind} belong to no parameter alone, so no checkpoint can hold "
-        "them: use --engine fsdp2, --engine zero0 or --optimizer adamw"
+        "them: use --engine fsdp2, --engine zero0, --engine ddp or --optimizer adamw"
     )
 
 
 def test_what_is_advised_depends_on_what_runs() -> None:
-    """No unsharded engine in fp16, no FSDP2 on Hygon's stack, none without fp32
+    """No ZeRO-0 in fp16, no FSDP2 on Hygon's stack, none without fp32
     weights, no 8-bit states on the host."""
-    with pytest.raises(ConfigError, match=r"use --engine fsdp2 or --optimizer adamw$"):
+    with pytest.raises(ConfigError, match=r"use --engine fsdp2, --engine ddp or --optimizer adamw$"):
         planned(precision="fp16", levers={"engine": "zero2"})
-    with pytest.raises(ConfigError, match=r"use --engine zero0 or --optimizer adamw$"):
+    with pytest.raises(ConfigError, match=r"use --engine zero0, --engine ddp or --optimizer adamw$"):
         planned("8xK100-64GB", levers={"engine": "zero2"})
-    with pytest.raises(ConfigError, match=r"trains fp16 here: use --optimizer adamw$"):
-        planned("8xK100-64GB", precision="fp16")
+    with pytest.raises(ConfigError, match=r"use --engine ddp or --optimizer adamw$"):
+        planned("8xK100-64GB", precision="fp16", levers={"engine": "zero2"})
     with pytest.raises(ConfigError, match=r"trains pure bf16 here: use --optimizer adamw$"):
         planned(master_weights=False)
     with pytest.raises(ConfigError, match=r"can hold them: use --optimizer adamw$"):
@@ -104,7 +104,7 @@ def test_the_largest_that_fits_is_asked_of_the_same_engines() -> None:
     job = Job(model="tiny_llama", optimizer="adamw8bit")
     way = longest_sequence(job, preset("tiny_llama"), FOUR).plan.chosen
     assert way is not None
-    assert way.levers.engine in ("zero0", "fsdp2")
+    assert way.levers.engine in ("ddp", "zero0", "fsdp2")
     with pytest.raises(ConfigError, match="use --engine fsdp2"):
         longest_sequence(Job(model="tiny_llama", optimizer="adamw8bit", levers={"engine": "zero2"}), *_tiny())
 

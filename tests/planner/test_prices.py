@@ -75,7 +75,8 @@ def compare(question: Question, seed: int) -> int:
         clock = Clock(shape, strategy, hardware)
         depth = DEPTHS[(seed + compared) % len(DEPTHS)]
         for corner in seeded(seed + compared).sample(every, min(2, len(every))):
-            levers = replace(corner.levers, checkpointing=depth) if corner.searched else corner.levers
+            chosen = depth if depth.offload else replace(depth, select=corner.rest.checkpointing.select)
+            levers = replace(corner.levers, checkpointing=chosen) if corner.searched else corner.levers
             if not levers.checkpointing.offload:
                 times, layers = clock.times(corner.rest, corner.choice), levers.checkpointing.layers
                 step_s = pace(shape, levers, hardware).step_s

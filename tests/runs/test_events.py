@@ -169,3 +169,13 @@ def test_a_message_in_an_event_is_read_as_one_and_cannot_steer_a_terminal() -> N
     assert event_of(json.dumps({"event": "warning", "text": said})) == Warned(text=Message("runs.raised", error=inner))
     unknown = {"event": "warning", "text": {"message": "runs.of-a-newer-version", "step": 7}}
     assert event_of(json.dumps(unknown)) == Warned(text="runs.of-a-newer-version, 7")
+
+
+def test_a_step_in_which_layers_were_compiled_says_nothing_about_the_pace() -> None:
+    tally = Tally()
+    for number, seconds in enumerate([9.0, 9.0, 1.0, 60.0, 1.0], start=1):
+        compiled = {"compiled": True} if seconds == 60.0 else {}
+        event = event_of(json.dumps({"event": "step", "at": 1.0, "step": number, "step_s": seconds, **compiled}))
+        assert isinstance(event, Step)
+        tally.add(event)
+    assert (tally.timed_steps, tally.step_s) == (2, 1.0)

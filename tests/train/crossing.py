@@ -37,7 +37,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
     store = places.rendezvous(place)
     prepared = worker.prepare(store)
     places.join(place, store)
-    if config.levers.engine != "fsdp2":
+    if config.levers.uses_deepspeed:
         from tightfit.train.engines.deepspeed import join
 
         join(place)

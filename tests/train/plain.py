@@ -28,6 +28,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def plain_losses(folder: Path) -> list[float]:
     """The loss of every step of the plan in this folder."""
+    return [loss for loss, _ in plain_steps(folder)]
+
+
+def plain_steps(folder: Path) -> list[tuple[float, float]]:
+    """Likewise, with the norm of its gradients before they are clipped."""
     torch.set_num_threads(1)
     config = read_worker_config(folder / "worker.json")
     model, trainable = _model(config)
@@ -36,7 +41,7 @@ def plain_losses(folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(
         [{"params": [m], "weight_decay": decay} for m, decay in zip(masters, decays, strict=True)], lr=0.0
     )
-    losses, steps = [], config.training.max_steps or 0
+    found, steps = [], config.training.max_steps or 0
     for step, windows in enumerate(_windows(config, steps)):
         tokens = sum(int((labels[:, 1:] != -100).sum()) for _, labels in windows)
         total = 0.0
@@ -48,12 +53,11 @@ def plain_losses(folder: Path) -> list[float]:
             loss = functional.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum")
             (loss / tokens).backward()
             total += float(loss.detach()) / tokens
-        losses.append(total)
-        _update(config, step, steps, trainable, masters, optimizer)
-    return losses
+        found.append((total, _update(config, step, steps, trainable, masters, optimizer)))
+    return found
 
 
-def _update(config: WorkerConfig, step: int, steps: int, trainable: Any, masters: Any, optimizer: Any) -> None:
+def _update(config: WorkerConfig, step: int, steps: int, trainable: Any, masters: Any, optimizer: Any) -> float:
     rate, warm = config.training.learning_rate, math.ceil(config.training.warmup * steps)
     done = (step - warm) / (steps - warm)
     now = rate * (step + 1) / warm if step < warm else rate * (1 + math.cos(math.pi * done)) / 2
@@ -61,11 +65,12 @@ def _update(config: WorkerConfig, step: int, steps: int, trainable: Any, masters
         group["lr"] = now
     for param, master in zip(trainable, masters, strict=True):
         master.grad = param.grad.float()
-    torch.nn.utils.clip_grad_norm_(masters, config.training.clip)
+    norm = torch.nn.utils.clip_grad_norm_(masters, config.training.clip)
     optimizer.step()
     with torch.no_grad():
         for param, master in zip(trainable, masters, strict=True):
             param.copy_(master)
+    return float(norm)
 
 
 def _model(config: WorkerConfig) -> tuple[Any, list[torch.nn.Parameter]]:

@@ -19,8 +19,8 @@ from running import edit, run_ranks, write_plan
 
 pytestmark = pytest.mark.thorough
 
-ENGINES = ("zero1", "zero2", "zero3", "fsdp2")
-QUICKLY = (("zero3", 1, ("fsdp2",)), ("fsdp2", 2, ("zero3",)))
+ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+QUICKLY = (("zero3", 1, ("fsdp2",)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
 """What `make test` has of it: both ways of cutting, each from the other."""
 STEP, TOLERANCE = 2, 2e-3
 FLAGS = {

@@ -8,7 +8,6 @@ a thousand, as with every optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ import bitsandbytes.functional as native
 import plain
 import pytest
 import torch
-import torch.distributed as dist
 from bitsandbytes.optim import AdamW8bit
 from running import run_ranks, write_plan
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tightfit.train import optimizers
@@ -142,15 +139,6 @@ def test_small_parameters_have_plain_states() -> None:
 
 
 # --- states before the first step, and after being forgotten ------------------------------------
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def of_kind(kind: Any, mesh: Any = None, fused: bool = False) -> tuple[Any, list[Any]]:

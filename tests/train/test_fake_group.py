@@ -29,6 +29,17 @@ assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 gathered = torch.full((6,), float("nan"))
 dist.all_gather_into_tensor(gathered, torch.ones(2))
 assert gathered.tolist() == [1.0] * 6
+for dtype, size in ((torch.bfloat16, 4), (torch.bfloat16, 3), (torch.uint8, 8)):
+    part = torch.arange(size).to(dtype)
+    for named in ({}, {"async_op": True}):
+        gathered = torch.zeros(3, size, dtype=dtype)
+        work = dist.all_gather_into_tensor(gathered, part, **named)
+        assert bool(work) == bool(named)
+        assert gathered.tolist() == [part.tolist()] * 3, (dtype, size, named)
+    gathered = torch.zeros(3, size, dtype=dtype)
+    gathered[1] = part
+    dist.all_gather_into_tensor(gathered, gathered[1])  # as FSDP2 gathers
+    assert gathered.tolist() == [part.tolist()] * 3, (dtype, size)
 """
 
 

@@ -30,20 +30,19 @@ SEES = """
 import json
 from pathlib import Path
 from torch import Tensor
-from tightfit.train import build
+from tightfit.train import assemble, recompute
 from tightfit.train.build import layers_of
 seen = set()
 def note(module, args, kwargs):
     tables = kwargs.get("position_embeddings") or ()
     seen.update(str(each.dtype) for each in (*args, *tables) if isinstance(each, Tensor) and each.is_floating_point())
     Path({path!r}).write_text(json.dumps(sorted(seen)))
-made = build.recompute
+made = recompute.recompute
 def observed(model, how):
     for layer in layers_of(model)[1:]:
         layer.register_forward_pre_hook(note, with_kwargs=True)
     return made(model, how)
-from tightfit.train import assemble
-build.recompute = observed
+assemble.recompute = observed
 """
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from tightfit.train.assemble import fill_buffers
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import GeneratedRows, Samples
-from tightfit.train.engines import Stepped
+from tightfit.train.engines import Launched
 from tightfit.train.loop import Windows
 from tightfit.train.place import Place
 from tightfit.train.probe import PASSES, probe
@@ -64,9 +64,9 @@ class Overflowing:
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()
 
-    def step(self, learning_rate: float) -> Stepped:
+    def step(self, learning_rate: float) -> Launched:
         self.steps += 1
-        return Stepped(grad_norm=None, skipped=self.steps <= self.overflows, loss_scale=2.0**16)
+        return Launched(grad_norm=None, skipped=self.steps <= self.overflows, loss_scale=2.0**16)
 
     def forget(self) -> None:
         pass

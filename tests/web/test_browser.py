@@ -41,7 +41,7 @@ def browser() -> None:
 def training(work: Path, steps: int) -> Iterator[warm_desk.Process]:
     """A real run on this machine's CPU, in `runs/first`."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(work / "cache")}
-    words = (*TRAIN, "--max-steps", str(steps), "--output", "runs/first")
+    words = (*TRAIN, "--engine", "zero1", "--max-steps", str(steps), "--output", "runs/first")
     process = warm_desk.Process(*words, cwd=work, env=env, ranks=True)
     try:
         yield process

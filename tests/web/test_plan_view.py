@@ -169,7 +169,8 @@ def test_a_first_word_comes_from_the_last_answer(visitor: Any) -> None:
     like = last[1].replace("&amp;", "&")
     longer = FITS.replace("seq=1024", "seq=1536")
     guess = visitor.get("/plan/guess", params={**dict(parse_qsl(longer)), "like": like, "lang": "en"}).text
-    assert guess.count("<li ") == visitor.get(f"/plan/answer?{FITS}&lang=en").text.count('<li class="way')
+    shown = visitor.get(f"/plan/answer?{FITS}&lang=en").text.count('<li class="way')
+    assert shown - 1 <= guess.count("<li ") <= shown  # one may not be worth showing for the new question
     assert guess.count("data-guess") == 1
     assert "Pricing every way" in guess
     same = visitor.get("/plan/guess", params={**dict(parse_qsl(FITS)), "like": like, "lang": "en"}).text

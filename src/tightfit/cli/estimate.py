@@ -66,7 +66,7 @@ def estimate(argv: Sequence[str]) -> int:
     advice = advise(priced, ask)
     # Where this does not fit: the strategies that do, with the flags that ask for them.
     tries = [priced.levers] if priced.fits is False else []
-    if tries and priced.levers.loss == "plain" and not priced.shape.final_softcap:
+    if tries and priced.levers.loss == "plain":
         tries.append(replace(priced.levers, loss="fused"))
     fitting: list[Priced] = []
     for levers in tries:

@@ -102,7 +102,10 @@ def _lever_schema(takes: Takes) -> dict[str, Any]:
     if takes.kind == "integer":
         return {"type": "integer", "minimum": takes.least} | ({} if takes.most is None else {"maximum": takes.most})
     if "layers:K" in takes.words:
-        return {"type": "string", "pattern": r"^(none|full|full\+offload|layers:[0-9]+)$"}
+        return {
+            "type": "string",
+            "pattern": r"^(none|full|full\+offload|layers:[0-9]+|select:[a-z, ]+(\+layers:[0-9]+)?)$",
+        }
     return {"type": "string", "enum": list(takes.words)} if takes.words else {"type": "string"}
 
 

@@ -56,7 +56,7 @@ def _halve(levers: Levers) -> Levers:
     return replace(levers, micro_batch=-(-levers.micro_batch // 2), accumulation=2 * levers.accumulation)
 
 
-_LOW = ("zero0", "zero1", "zero2")  # engines under which every GPU has all of the weights
+_LOW = ("ddp", "zero0", "zero1", "zero2")  # engines under which every GPU has all of the weights
 _PLAIN = Buckets().reduce_bucket
 _TO_CPU, _BOTH_TO_CPU = _pull(offload_optimizer="cpu"), _pull(offload_param="cpu", offload_optimizer="cpu")
 _SMALLER_BATCH: Rule = (lambda case: case.levers.micro_batch > 1, "cli.smaller-pieces", _halve)
@@ -65,14 +65,14 @@ _LORA: Rule = (lambda case: case.levers.method == "full", "cli.method-lora-train
 _TO_HOST: tuple[Rule, ...] = (
     (lambda case: case.on_gpu and case.levers.is_fsdp2, "cli.offload-param-cpu-moves", _BOTH_TO_CPU),
     (
-        lambda case: case.on_gpu and case.levers.engine == "zero0",
+        lambda case: case.on_gpu and case.levers.shards_nothing,
         "cli.engine-zero2-offload-optimizer",
         _pull(engine="zero2", offload_optimizer="cpu"),
     ),
-    (lambda case: case.on_gpu and case.levers.engine != "zero0", "cli.offload-optimizer-cpu-moves", _TO_CPU),
+    (lambda case: case.on_gpu and not case.levers.shards_nothing, "cli.offload-optimizer-cpu-moves", _TO_CPU),
 )
 _TO_ZERO1 = _pull(engine="zero1")
-_SHARE: Rule = (lambda case: case.many and case.levers.engine == "zero0", "cli.engine-zero1-shares", _TO_ZERO1)
+_SHARE: Rule = (lambda case: case.many and case.levers.shards_nothing, "cli.engine-zero1-shares", _TO_ZERO1)
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "weights": (

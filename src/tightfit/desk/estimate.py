@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.desk.request import Request, find_idle, flags_of, pick_stage, read_request
-from tightfit.inputs.flags import levers_from_flags, spelt
+from tightfit.inputs.flags import AUTO, levers_from_flags, spelt
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
 from tightfit.job.file import hardware_of as hardware_of_job
@@ -24,6 +24,7 @@ from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
+    DDP,
     FSDP2,
     ZERO3,
     ConfigError,
@@ -103,8 +104,20 @@ def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | 
 def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Priced:
     from tightfit import memory
 
+    if levers.checkpointing.select == AUTO:
+        from tightfit.planner import settle_selection
+
+        if hardware is None:
+            raise ConfigError(Message("desk.auto-needs-gpus"))
+        levers = settle_selection(shape, levers, part_of(hardware, world))
     footprint = memory.estimate(shape, levers, world, hardware)
     return Priced(shape=shape, levers=levers, world=world, hardware=hardware, footprint=footprint)
+
+
+def part_of(hardware: Hardware, world: int) -> Hardware:
+    """So many of its GPUs, on as few nodes as they need."""
+    each = min(world, hardware.gpus_per_node)
+    return replace(hardware, nodes=-(-world // each), gpus_per_node=each)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -136,7 +149,7 @@ def _resolve(
     shape, base, said = _inputs(request, world, job, usual)
     levers = levers_from_flags(flags_of(flags), shape, base)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
-    if not levers.is_fsdp2:
+    if levers.uses_deepspeed:
         said += version_said
     has_engine = "engine" in flags or request.deepspeed is not None or is_others or "levers.engine" in explicit
     if not has_engine and world > 1 and levers.engine == "zero0":
@@ -252,11 +265,12 @@ def _inputs(
     request: Request, world: int, job: JobInput | None, usual: Levers
 ) -> tuple[ModelShape, Levers, tuple[Said, ...]]:
     """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
-    is_fsdp2 = str(request.flags.get("engine", "")).lower() == FSDP2
+    engine = str(request.flags.get("engine", "")).lower()
+    is_other = engine in (DDP, FSDP2)
     config: str | Path | None = request.deepspeed
     factory, said = None, list[Said]()
-    if config and is_fsdp2:
-        raise ConfigError(Message("desk.two-engines"))
+    if config and is_other:
+        raise ConfigError(Message("desk.two-engines", engine=engine))
     if job is not None:
         base = replace(job.levers, deepspeed_version=usual.deepspeed_version)
         shape, said = job.shape, [*job.said, *job.batch_said]
@@ -278,7 +292,7 @@ def _inputs(
         raise ConfigError(Message("job.which-model"))
     else:
         shape, base = load_model(request.model, trust_trace=request.trace), usual
-    if config is None or is_fsdp2:
+    if config is None or is_other:
         return shape, base, tuple(said)
     from tightfit.formats.deepspeed.read import read_deepspeed, to_levers
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_request import PlanInput, place_job, resolve_request
 from tightfit.desk.request import Request
+from tightfit.hardware.named import is_this
 from tightfit.inputs.flags import meant, spelt
+from tightfit.inputs.surroundings import is_installed
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
 from tightfit.job import Job
 from tightfit.messages import Listing, Message, Said
@@ -22,7 +24,7 @@ from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.search import search, something_fits
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import FSDP2, STAGES, ConfigError, Trainer
+from tightfit.types import STAGES, ConfigError, Trainer
 
 if TYPE_CHECKING:
     from tightfit.formats.llamafactory.read import Original
@@ -46,8 +48,8 @@ def answered(request: Request, *, advice: bool = True) -> tuple[Answer, list[Pat
     target = target_of(request)
     settled = resolve_request(request, for_others=True)
     pinned, launcher = settled.job.levers.get("engine"), target.launcher if target else None
-    if pinned == FSDP2 and launcher in ("deepspeed", "llamafactory"):
-        raise ConfigError(Message("desk.launcher-without-fsdp2", launcher=launcher))
+    if pinned is not None and pinned not in STAGES and launcher in ("deepspeed", "llamafactory"):
+        raise ConfigError(Message("desk.launcher-without-fsdp2", launcher=launcher, engine=pinned))
     bounds = replace(bounds_of(settled.job, target, calibration_of(request, settled.job)), advice=advice)
     try:
         answer = _answer(request, settled, bounds)
@@ -118,6 +120,7 @@ def bounds_of(job: Job, target: Target | None, calibration: Calibration | None =
     return Bounds(
         engines=DEEPSPEED if is_deepspeeds else None,
         llamafactory_version=target.llamafactory_version if target else LLAMAFACTORY_VERSION,
+        has_liger=is_this(job.hardware.gpus) and is_installed("liger_kernel"),
         calibration=calibration,
     )
 

@@ -56,7 +56,7 @@ def _bytes_report(priced: Priced) -> dict[str, Any]:
 def pace_report(pace: Pace) -> dict[str, Any]:
     """How long a step takes, between which seconds, by which causes, and where each rate that it hangs on is from."""
     return {
-        **{name: getattr(pace, name) for name in ("step_s", "low_s", "high_s", "tokens_per_s")},
+        **{name: getattr(pace, name) for name in ("step_s", "low_s", "high_s", "tokens_per_s", "warm_up_s")},
         "causes": dict(pace.causes),
         "rates": {name: asdict(rate) for name, rate in pace.rates.items()},
         "because": list(map(str, pace.because)),

@@ -16,12 +16,27 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tightfit.inputs.spelling import nearest
 from tightfit.messages import Choice, Message
-from tightfit.types import ZERO3, Buckets, Checkpointing, ConfigError, Lever, Levers, Lora, ModelShape
+from tightfit.types import (
+    PARTS,
+    ZERO3,
+    Buckets,
+    Checkpointing,
+    ConfigError,
+    Lever,
+    Levers,
+    Lora,
+    Mamba1,
+    ModelShape,
+    Moe,
+    Traced,
+)
 
 MOST_BATCH = 1_000_000  # sequences a step, over all GPUs
 MOST_TOKENS = 2**30  # in one forward pass on one GPU
 
-CHECKPOINTING = ("none", "full", "full+offload", "layers:K")  # how a `Checkpointing` is said
+CHECKPOINTING = ("none", "full", "full+offload", "layers:K", "select:NAME,…", "select:auto")
+"""How a `Checkpointing` is said."""
+AUTO = ("auto",)
 
 
 def _levers_in(record: type, block: str) -> Iterator[Lever]:
@@ -136,8 +151,8 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(Message("inputs.nvme-needs-zero3", flag=nvme, engine=engine))
     if param != "none" and not levers.shards_parameters:
         raise ConfigError(Message("inputs.param-needs-sharding", place=param, engine=engine))
-    if optimizer != "none" and engine == "zero0":
-        raise ConfigError(Message("inputs.optimizer-needs-zero", place=optimizer))
+    if optimizer != "none" and levers.shards_nothing:
+        raise ConfigError(Message("inputs.optimizer-needs-zero", place=optimizer, engine=engine))
     if optimizer != "none" and levers.is_fsdp2 and param == "none":
         raise ConfigError(Message("inputs.fsdp2-offloads-both"))
     if param == "nvme":  # what DeepSpeed does wrong there: it has few buffers, all of the model's own dtype
@@ -163,8 +178,8 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(Message("inputs.trains-adapters", trains=levers.trains, method=levers.method))
     if levers.trains != "all" and frozen:
         raise ConfigError(Message("inputs.trains-and-frozen", trains=levers.trains))
-    if levers.loss == "fused" and shape.final_softcap:
-        raise ConfigError(Message("inputs.fused-softcap", model=shape.name))
+    if levers.compile == "layers" and (obstacle := find_compile_obstacle(levers, shape)) is not None:
+        raise ConfigError(obstacle)
     if levers.lora is not None and levers.lora.targets is not None:
         # a name must end some linear layer's path, as PEFT matches it
         inside = [tensor for block in shape.blocks for tensor in block.tensors]
@@ -177,8 +192,28 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(Message("inputs.dropout-on-experts", model=shape.name))
 
 
+def find_compile_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
+    """Why layers that compute like this cannot be compiled; None: they can. The planner chooses by it and the worker
+    compiles by it."""
+    # Its hooks fetch each parameter when its module is called, which no graph of a layer survives.
+    if levers.stage == 3:
+        return Message("inputs.compile-zero3")
+    if any(isinstance(block.mixer, Traced) for block in shape.blocks):  # neither its graph nor its price is known
+        return Message("inputs.compile-unknown", model=shape.name)
+    if any(isinstance(block.mixer, Mamba1) for block in shape.blocks) and levers.scan != "tightfit":
+        return Message("inputs.compile-scan", scan=levers.scan)
+    # In other formats transformers computes them one by one, by numbers that only the device knows.
+    if any(isinstance(block.mlp, Moe) for block in shape.blocks) and levers.precision != "bf16":
+        return Message("inputs.compile-experts", precision=levers.precision)
+    on_all = levers.lora is not None and levers.lora.targets is None
+    if on_all and any(block.lora_on_experts for block in shape.blocks):  # PEFT puts another weight there for each call
+        return Message("inputs.compile-adapted-experts", model=shape.name)
+    return None
+
+
 def checkpointing_from_word(word: str) -> Checkpointing:
-    """`none`, `full`, `full+offload` or `layers:K`."""
+    """`none`, `full`, `full+offload`, `layers:K`, `select:auto`, or the parts that recompute: `select:qkv,mlp`, in all
+    layers or in some: `select:mlp+layers:12`."""
     plain = {
         "none": Checkpointing(layers=0),
         "full": Checkpointing(layers=None),
@@ -187,17 +222,38 @@ def checkpointing_from_word(word: str) -> Checkpointing:
     word = word.lower()
     if word in plain:
         return plain[word]
-    if found := re.fullmatch(r"layers:(\d+)", word):
-        return Checkpointing(layers=int(found[1]))
+    found = re.fullmatch(r"(?:select:([^+]*))?(\+)?(?:layers:(\d{1,9}))?", word)
+    if found and bool(found[2]) == (found[1] is not None and found[3] is not None) and found[0]:
+        parts = () if found[1] is None else _read_parts(found[1])
+        layers = None if found[3] is None or parts == AUTO else int(found[3])
+        return Checkpointing(layers=layers, select=() if layers == 0 else parts)
     hint = meant(word, CHECKPOINTING)
     raise ConfigError(Message("inputs.unknown-value", flag="--checkpointing", word=word, hint=hint))
 
 
+def _read_parts(text: str) -> tuple[str, ...]:
+    names = {name.strip() for name in text.split(",")}
+    if names == set(AUTO):
+        return AUTO
+    for name in sorted(names - set(PARTS)):
+        word = f"select:{name}"
+        raise ConfigError(
+            Message("inputs.unknown-value", flag="--checkpointing", word=word, hint=meant(name, (*PARTS, *AUTO)))
+        )
+    return tuple(part for part in PARTS if part in names or part == "elementwise")
+
+
 def checkpointing_word(checkpointing: Checkpointing) -> str:
     """The word that gives this value."""
-    if checkpointing.layers is None:
+    layers, parts = checkpointing.layers, checkpointing.select
+    if layers == 0:
+        return "none"
+    if parts:
+        named = ",".join(part for part in parts if part != "elementwise") or "elementwise"
+        return f"select:{named}" + ("" if layers is None else f"+layers:{layers}")
+    if layers is None:
         return "full+offload" if checkpointing.offload else "full"
-    return f"layers:{checkpointing.layers}" if checkpointing.layers else "none"
+    return f"layers:{layers}"
 
 
 def meant(word: str, known: Iterable[str]) -> Message:

@@ -64,6 +64,12 @@ def inherited(changes: Mapping[str, str | None]) -> dict[str, str]:
     return env
 
 
+def set_variable(name: str, value: str) -> str:
+    """Tell a library that is loaded into this process something by its variable; what the user set stays. What holds
+    now."""
+    return os.environ.setdefault(name, value)
+
+
 def cores() -> int:
     """The CPU cores that this process may use."""
     try:

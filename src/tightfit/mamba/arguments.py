@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tightfit.mamba.operators import Outputs, absent
 from tightfit.messages import text
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "starts")
-NEEDED = TENSORS[:5]
+NEEDED, DIFFERENTIABLE = TENSORS[:5], TENSORS[:-1]
 
 
 class ScanError(ValueError):
@@ -35,6 +36,7 @@ class Scan:
     initial_state: Tensor | None = None  # (b, d, n)
     starts: Tensor | None = None  # (b, l), true where a document starts
     delta_softplus: bool = False
+    log_rates: bool = False  # A is given as the logarithm of -A, as a model keeps it; and so is its gradient
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -46,6 +48,16 @@ class Scan:
     def wide(self) -> torch.dtype:
         """What it is computed in where that may be fp64."""
         return torch.float64 if torch.float64 in (self.u.dtype, self.A.dtype) else torch.float32
+
+    @property
+    def rates(self) -> Tensor:
+        """A, as it is computed with."""
+        given = self.A.to(self.wide)
+        return -torch.exp(given) if self.log_rates else given
+
+    def grad_of_rates(self, found: Tensor, rates: Tensor) -> Tensor:
+        """The gradient of what is given as A, from that of the rates."""
+        return found * rates if self.log_rates else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,41 +72,28 @@ class Gradients:
     C: Tensor
     D: Tensor | None
     delta_bias: Tensor | None
-    initial_state: Tensor
+    initial_state: Tensor | None
+
+    def outputs(self, scan: Scan) -> Outputs:
+        """As an operator returns them: in the dtypes of what they are gradients of."""
+        pairs = ((getattr(scan, name), getattr(self, name)) for name in DIFFERENTIABLE)
+        return tuple(absent(scan.u) if given is None or grad is None else grad.to(given.dtype) for given, grad in pairs)
 
 
-Forward = Callable[[Scan], tuple[Tensor, Tensor, Tensor]]
-"""The output, the last state, and the states at the borders, which the backward pass needs."""
-Backward = Callable[[Scan, Tensor, Tensor, Tensor], Gradients]
-"""From the scan, its borders, and what the loss wants of the output and of the last state."""
+def make_room(scan: Scan) -> Gradients:
+    """For all gradients; of those that are sums over many numbers, in the precision that they are computed in."""
+    batch, channels, states, length = scan.sizes
 
+    def sums(*shape: int) -> Tensor:
+        return scan.u.new_empty(shape, dtype=scan.wide)
 
-def differentiate(scan: Scan, forward: Forward, backward: Backward) -> tuple[Tensor, Tensor]:
-    """The output, and the state after the last step, of a scan whose two directions are given."""
-    tensors = (getattr(scan, name) for name in TENSORS)
-    out, last = _Differentiable.apply(forward, backward, scan.delta_softplus, *tensors)  # type: ignore[no-untyped-call]
-    return out, last
-
-
-class _Differentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Backward, softplus: bool, *tensors: Any) -> tuple[Tensor, Tensor]:
-        out, last, borders = forward(Scan(*(*tensors, softplus)))
-        ctx.save_for_backward(*tensors, borders)
-        ctx.run_backward, ctx.softplus = backward, softplus
-        return out, last
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, borders = ctx.saved_tensors
-        grads = ctx.run_backward(Scan(*(*tensors, ctx.softplus)), borders, dout, dlast)
-        found = (getattr(grads, name, None) for name in TENSORS)  # none for `starts`
-        fitting = (
-            None if grad is None or given is None else grad.to(given.dtype)
-            for grad, given in zip(found, tensors, strict=True)
-        )
-        return (None, None, None, *fitting)
+    return Gradients(
+        u=torch.empty_like(scan.u), delta=torch.empty_like(scan.delta),
+        z=None if scan.z is None else torch.empty_like(scan.z), A=sums(channels, states),
+        B=scan.B.new_empty(batch, states, length), C=scan.C.new_empty(batch, states, length),
+        D=None if scan.D is None else sums(channels), delta_bias=None if scan.delta_bias is None else sums(channels),
+        initial_state=sums(batch, channels, states),
+    )  # fmt: skip
 
 
 def check(scan: Scan) -> Scan:
@@ -118,7 +117,7 @@ def check(scan: Scan) -> Scan:
         "initial_state": (batch, channels, states),
         "starts": (batch, length),
     }
-    check_shapes(given, wanted, text("scan.beside-u", u=list(scan.u.shape), a=list(scan.A.shape)))
+    check_shapes(given, wanted, "scan.beside-u", u=scan.u, a=scan.A)
     return scan
 
 
@@ -139,12 +138,15 @@ def check_tensors(given: Mapping[str, Any], needed: tuple[str, ...], wrong_dtype
             raise ScanError(text("scan.device", name=name, **where))
 
 
-def check_shapes(given: Mapping[str, Tensor | None], wanted: Mapping[str, tuple[int, ...]], beside: str) -> None:
-    """`beside`: the words for what the shapes follow from."""
+def check_shapes(
+    given: Mapping[str, Tensor | None], wanted: Mapping[str, tuple[int, ...]], beside: str, **others: Tensor
+) -> None:
+    """`beside`: the id of the words for what the shapes follow from, with the shapes of the others."""
     for name, shape in wanted.items():
         tensor = given[name]
         if tensor is not None and tuple(tensor.shape) != shape:
-            raise ScanError(text("scan.shape", name=name, wanted=list(shape), beside=beside, shape=list(tensor.shape)))
+            follows = text(beside, **{each: list(other.shape) for each, other in others.items()})
+            raise ScanError(text("scan.shape", name=name, wanted=list(shape), beside=follows, shape=list(tensor.shape)))
 
 
 def strides(tensor: Tensor | None, count: int = 3) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tightfit.mamba.arguments import Gradients, Scan, differentiate
+from tightfit.mamba.arguments import Gradients, Scan, make_room
 
 CHUNK_ELEMENTS = 1 << 18  # of one temporary: a handful of them should stay in the processor's cache
 SHORTEST, LONGEST = 8, 128
@@ -51,11 +51,6 @@ def reference_scan(scan: Scan) -> tuple[Tensor, Tensor]:
     return y.to(scan.u.dtype), h
 
 
-def chunked_scan(scan: Scan) -> tuple[Tensor, Tensor]:
-    """The output, and the state after the last step."""
-    return differentiate(scan, run_forward, run_backward)
-
-
 def chunk_length(batch: int, channels: int, states: int) -> int:
     return max(SHORTEST, min(LONGEST, CHUNK_ELEMENTS // (batch * channels * states)))
 
@@ -63,14 +58,14 @@ def chunk_length(batch: int, channels: int, states: int) -> int:
 class _Chunk:
     """Some steps of a scan in the precision that it is computed in, time first, and the states after each."""
 
-    def __init__(self, scan: Scan, begin: int, end: int, before: Tensor) -> None:
+    def __init__(self, scan: Scan, rates: Tensor, begin: int, end: int, before: Tensor) -> None:
         self.scan, self.begin, self.end = scan, begin, end
         self.x, self.B, self.C, self.raw = (self.cut(each) for each in (scan.u, scan.B, scan.C, scan.delta))
         if scan.delta_bias is not None:
             self.raw = self.raw + scan.delta_bias.to(scan.wide)
         self.step = F.softplus(self.raw) if scan.delta_softplus else self.raw
         self.driven = self.step * self.x
-        self.decay = torch.exp_(self.step[..., None] * scan.A.to(scan.wide))  # zero where a document starts
+        self.decay = torch.exp_(self.step[..., None] * rates)  # zero where a document starts
         if scan.starts is not None:
             self.decay.masked_fill_(scan.starts[:, begin:end].t()[..., None, None], 0)
         self.states = self.driven[..., None] * self.B[:, :, None, :]
@@ -89,18 +84,24 @@ class _Chunk:
         return y if self.scan.D is None else y.addcmul_(self.scan.D.to(self.scan.wide), self.x)
 
 
+def make_places(scan: Scan) -> tuple[Tensor, Tensor, Tensor]:
+    """For what `run_forward` returns."""
+    batch, channels, states, length = scan.sizes
+    one_state = batch, channels, states
+    borders = scan.u.new_empty(-(-length // chunk_length(*one_state)), *one_state, dtype=scan.wide)
+    out = scan.u.new_empty(batch, length, channels).transpose(1, 2)
+    return out, scan.u.new_empty(one_state, dtype=scan.wide), borders
+
+
 def run_forward(scan: Scan) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the last state, and the states at the borders, which the backward pass needs."""
     batch, channels, states, length = scan.sizes
-    size = chunk_length(batch, channels, states)
-    borders = scan.u.new_empty(-(-length // size), batch, channels, states, dtype=scan.wide)
-    state = scan.u.new_zeros(batch, channels, states, dtype=scan.wide)
-    if scan.initial_state is not None:
-        state = scan.initial_state.to(scan.wide)
-    out = scan.u.new_empty(batch, length, channels).transpose(1, 2)
+    size, rates = chunk_length(batch, channels, states), scan.rates
+    out, state, borders = make_places(scan)
+    state = state.zero_() if scan.initial_state is None else state.copy_(scan.initial_state)
     for number, begin in enumerate(range(0, length, size)):
         borders[number] = state
-        chunk = _Chunk(scan, begin, min(begin + size, length), state)
+        chunk = _Chunk(scan, rates, begin, min(begin + size, length), state)
         state = chunk.states[-1].clone()
         chunk.put(out, chunk.out() if scan.z is None else chunk.out().mul_(F.silu(chunk.cut(scan.z))))
     return out, state, borders
@@ -109,15 +110,15 @@ def run_forward(scan: Scan) -> tuple[Tensor, Tensor, Tensor]:
 def run_backward(scan: Scan, borders: Tensor, dout: Tensor, dlast: Tensor | None) -> Gradients:
     """All gradients, from the last chunk to the first."""
     batch, channels, states, length = scan.sizes
-    size, A = chunk_length(batch, channels, states), scan.A.to(scan.wide)
-    du, ddelta, dB, dC = (torch.empty_like(each) for each in (scan.u, scan.delta, scan.B, scan.C))
-    dz = None if scan.z is None else torch.empty_like(scan.z)
+    size, A = chunk_length(batch, channels, states), scan.rates
+    room = make_room(scan)
+    du, ddelta, dz, dB, dC = room.u, room.delta, room.z, room.B, room.C
     dA, dD, dbias = torch.zeros_like(A), A.new_zeros(channels), A.new_zeros(channels)
     # What later steps want of a chunk's last state, and then the chunk itself of the one before.
     carry = torch.zeros_like(borders[0]) if dlast is None else dlast.to(scan.wide)
     with torch.autocast(scan.u.device.type, enabled=False):
         for number in reversed(range(len(borders))):
-            chunk = _Chunk(scan, number * size, min((number + 1) * size, length), borders[number])
+            chunk = _Chunk(scan, A, number * size, min((number + 1) * size, length), borders[number])
             x, step, decay, dy = chunk.x, chunk.step, chunk.decay, chunk.cut(dout)
             if scan.z is not None and dz is not None:
                 z = chunk.cut(scan.z)
@@ -148,6 +149,6 @@ def run_backward(scan: Scan, borders: Tensor, dout: Tensor, dlast: Tensor | None
             chunk.put(du, by_input)
             chunk.put(ddelta, dstep)
     return Gradients(
-        u=du, delta=ddelta, z=dz, A=dA, B=dB, C=dC, D=None if scan.D is None else dD,
+        u=du, delta=ddelta, z=dz, A=scan.grad_of_rates(dA, A), B=dB, C=dC, D=None if scan.D is None else dD,
         delta_bias=None if scan.delta_bias is None else dbias, initial_state=carry,
     )  # fmt: skip

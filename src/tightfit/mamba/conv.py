@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tightfit.mamba import operators
 from tightfit.mamba.arguments import ScanError, as_bytes, check_shapes, check_tensors, strides
 from tightfit.mamba.scan import has_triton
 from tightfit.messages import text
@@ -25,6 +26,7 @@ Path = Literal["torch", "triton"]
 
 STEPS, TILE = 16, 128  # steps and channels of a program
 SEGMENT, SEGMENT_TILE = 32, 256  # the same of one that goes through time in order
+FINISH_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Conv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvGradients:
-    """In fp32 (or fp64) but for x, which has the dtype of x."""
+    """That of x has the dtype of x; the sums have that of the parameter, or that in which they were computed."""
 
     x: Tensor
     weight: Tensor
@@ -90,8 +92,8 @@ def causal_conv1d(
         raise ScanError(text("scan.weight-shape", channels=channels, shape=list(weight.shape)))
     before = (batch, channels, weight.shape[1] - 1)
     wanted = {"bias": (channels,), "initial": before, "starts": (batch, length)}
-    check_shapes(tensors, wanted, text("scan.beside-x", x=list(x.shape)))
-    out: Tensor = _CausalConv.apply(silu, path, *tensors.values())  # type: ignore[no-untyped-call]
+    check_shapes(tensors, wanted, "scan.beside-x", x=x)
+    out: Tensor = _conv(*tensors.values(), silu, path)
     return out
 
 
@@ -114,9 +116,9 @@ def conv_backward(conv: Conv, dout: Tensor, into: Tensor | None = None) -> ConvG
         share = torch.sigmoid(pre)
         dpre = pre.mul_(1 - share).add_(1).mul_(share).mul_(dpre)
     dx = dpre * weight[:, -1:]
-    dweight = torch.zeros_like(weight)
+    dweight = weight.new_zeros(weight.shape)
     dweight[:, -1] = (dpre * x).sum((0, 2))
-    dinitial = None if conv.initial is None else torch.zeros_like(conv.initial, dtype=conv.wide)
+    dinitial = None if conv.initial is None else conv.initial.new_zeros(conv.initial.shape, dtype=conv.wide)
     for back in range(1, conv.width):
         tap, visible = weight[:, -1 - back, None], _visible(conv.starts, back)
         seen = dpre if visible is None else dpre * visible
@@ -129,24 +131,6 @@ def conv_backward(conv: Conv, dout: Tensor, into: Tensor | None = None) -> ConvG
             dweight[:, -1 - back] += (seen[:, :, :early] * conv.initial[:, :, first : first + early]).sum((0, 2))
     into.copy_(dx)
     return ConvGradients(x=into, weight=dweight, bias=dpre.sum((0, 2)), initial=dinitial)
-
-
-class _CausalConv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, silu: bool, path: Path | None, *tensors: Any) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.silu, ctx.path = silu, path
-        return conv_forward(Conv(*(*tensors, silu, path)))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        _, weight, bias, initial, _ = ctx.saved_tensors
-        grads = conv_backward(Conv(*(*ctx.saved_tensors, ctx.silu, ctx.path)), dout)
-        return (
-            None, None, grads.x, grads.weight.to(weight.dtype), None if bias is None else grads.bias.to(bias.dtype),
-            None if initial is None or grads.initial is None else grads.initial.to(initial.dtype), None,
-        )  # fmt: skip
 
 
 def _visible(starts: Tensor | None, back: int) -> Tensor | None:
@@ -222,9 +206,58 @@ def triton_backward(conv: Conv, dout: Tensor, into: Tensor) -> ConvGradients:
             *into.stride(), channels, length, WIDTH=conv.width, HAS_INITIAL=conv.initial is not None, STEPS=steps,
             TILE=tile, num_warps=4, **_switches(conv),
         )  # fmt: skip
-    bias = dbias.sum(0) if conv.bias is not None else dbias.new_empty(0)
-    return ConvGradients(x=into, weight=dweight.sum(0).t().contiguous(), bias=bias, initial=dinitial)
+    weight = conv.weight.new_empty(channels, conv.width)
+    bias = operators.absent(dbias) if conv.bias is None else conv.bias.new_empty(channels)
+    kernels._finish[-(-channels // FINISH_TILE), conv.width + (conv.bias is not None)](
+        dweight, dbias, weight, bias, batch * tiles, channels,
+        WIDTH=conv.width, HAS_BIAS=conv.bias is not None, ROWS=32, TILE=FINISH_TILE, num_warps=4,
+    )  # fmt: skip
+    return ConvGradients(x=into, weight=weight, bias=bias, initial=dinitial)
 
 
 def _switches(conv: Conv) -> dict[str, bool]:
     return {"SILU": conv.silu, "HAS_BIAS": conv.bias is not None, "HAS_STARTS": conv.starts is not None}
+
+
+def _run_backward(dout: Tensor, *given: Any) -> operators.Outputs:
+    conv = Conv(*given)
+    return _outputs(conv, conv_backward(conv, dout))
+
+
+def _shape_backward(dout: Tensor, *given: Any) -> operators.Outputs:
+    conv = Conv(*given)
+    sums = conv.weight.new_empty(conv.weight.shape), conv.weight.new_empty(conv.weight.shape[0])
+    initial = None if conv.initial is None else conv.initial.new_empty(conv.initial.shape)
+    return _outputs(conv, ConvGradients(x=torch.empty_like(conv.x), weight=sums[0], bias=sums[1], initial=initial))
+
+
+def _outputs(conv: Conv, grads: ConvGradients) -> operators.Outputs:
+    return (
+        grads.x, grads.weight.to(conv.weight.dtype),
+        operators.absent(conv.x) if conv.bias is None else grads.bias.to(conv.bias.dtype),
+        operators.absent(conv.x) if conv.initial is None or grads.initial is None
+        else grads.initial.to(conv.initial.dtype),
+    )  # fmt: skip
+
+
+def _keep(ctx: Any, given: tuple[Any, ...], _: Tensor) -> None:
+    *tensors, ctx.silu, ctx.path = given
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 7
+    grads = _conv_backward(dout, *ctx.saved_tensors, ctx.silu, ctx.path)
+    found = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
+    return (*found, None, None, None)
+
+
+_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? starts, bool silu, str? path"
+_conv = operators.Operator(
+    f"conv({_ARGUMENTS}) -> Tensor", lambda *given: conv_forward(Conv(*given)), lambda x, *_: torch.empty_like(x)
+)
+_conv_backward = operators.Operator(
+    f"conv_backward(Tensor dout, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _run_backward, _shape_backward
+)
+_conv.differentiate(_keep, _differentiate)

@@ -223,3 +223,26 @@ def _backward_of_four(
     tl.store(dweight + place * 4 + d, g3, mask=in_d)
     if HAS_BIAS:
         tl.store(dbias + place + d, summed, mask=in_d)
+
+
+@triton.jit
+def _finish(
+    parts, parts_bias, weight, bias, rows, channels,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sums over the tiles, as the weight and the bias are kept. A program has one tap, or the bias."""
+    d, tap = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
+    in_d, row = d < channels, tl.arange(0, ROWS)
+    of_bias = tap == WIDTH
+    at = parts_bias + d if of_bias else parts + tap * channels + d
+    stride = channels if of_bias else WIDTH * channels
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    for first in range(0, rows, ROWS):
+        place = at[None, :] + (first + row).to(tl.int64)[:, None] * stride
+        total += tl.load(place, mask=(row < rows - first)[:, None] & in_d[None, :], other=0.0)
+    found = tl.sum(total, axis=0)
+    if of_bias:
+        if HAS_BIAS:
+            tl.store(bias + d, found.to(bias.dtype.element_ty), mask=in_d)
+    else:
+        tl.store(weight + d * WIDTH + tap, found.to(weight.dtype.element_ty), mask=in_d)

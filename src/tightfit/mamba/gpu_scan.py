@@ -1,8 +1,9 @@
-"""The scan on a GPU: Triton's kernels behind autograd."""
+"""The scan on a GPU: how Triton's kernels are launched, where `scan.cu` is not written for what is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.mamba import kernels
-from tightfit.mamba.arguments import Gradients, Scan, as_bytes, differentiate, strides
+from tightfit.mamba import cuda_scan, kernels
+from tightfit.mamba.arguments import Gradients, Scan, as_bytes, strides
+from tightfit.mamba.cuda import CompilerError
 
 BORDER = 64  # steps between two states that are kept
 STEPS = 4  # of a block, as the kernels take it apart
@@ -36,12 +38,8 @@ class Config:
 
 
 FORWARD = Config()
+FORWARD_BY_CUDA = False  # measured on an H200: Triton's forward kernels take 0.32 ms where those of scan.cu take 0.42
 BACKWARD = Config(cells=256, programs=5000, sums_bytes=64 << 20)
-
-
-def triton_scan(scan: Scan, forward: Config = FORWARD, backward: Config = BACKWARD) -> tuple[Tensor, Tensor]:
-    """The output, and the state after the last step."""
-    return differentiate(scan, partial(run_forward, config=forward), partial(run_backward, config=backward))
 
 
 class _Cut:
@@ -80,9 +78,24 @@ class _Cut:
         return shapes
 
 
-def run_forward(scan: Scan, config: Config = FORWARD) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the last state, and the states at the borders, which the backward pass needs."""
-    u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
+def make_places(scan: Scan, border: int = BORDER) -> tuple[Tensor, Tensor, Tensor]:
+    """For what `run_forward` returns."""
+    batch, channels, states, length = scan.sizes
+    if scan.u.stride(2) == 1 and length > 1:  # time last, as it came
+        out = scan.u.new_empty(batch, channels, length)
+    else:
+        out = scan.u.new_empty(batch, length, channels).transpose(1, 2)
+    borders = scan.u.new_empty(batch, -(-length // border), channels, states, dtype=torch.float32)
+    return out, scan.u.new_empty(batch, channels, states, dtype=torch.float32), borders
+
+
+def run_forward(scan: Scan, config: Config | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, the last state, and the states at the borders, which the backward pass needs. Whoever says how it is
+    cut gets Triton's kernels."""
+    if config is None and FORWARD_BY_CUDA and cuda_scan.fits(scan):
+        return cuda_scan.run_forward(scan, partial(make_places, scan))
+    config = config or FORWARD
+    u, cut, rates = scan.u, _Cut(scan, config), scan.rates.contiguous()
     packed, starts = _pack(scan, cut), as_bytes(scan.starts)
 
     def states(ends: Tensor, spans: Tensor) -> None:
@@ -95,11 +108,7 @@ def run_forward(scan: Scan, config: Config = FORWARD) -> tuple[Tensor, Tensor, T
         )  # fmt: skip
 
     begins = _segment_states(cut, rates, scan.initial_state, states, backward=False)
-    out = torch.empty(cut.batch, cut.length, cut.channels, dtype=u.dtype, device=u.device).transpose(1, 2)
-    if u.stride(2) == 1 and cut.length > 1:  # time last, as it came
-        out = torch.empty_like(u, memory_format=torch.contiguous_format)
-    borders = cut.new(cut.batch, cut.borders, cut.channels, cut.states)
-    last = cut.new(cut.batch, cut.channels, cut.states)
+    out, last, borders = make_places(scan, config.border)
     kernels._forward[cut.grid](
         u, scan.delta, rates, packed, scan.D, scan.z, scan.delta_bias, starts, begins, out, borders, last,
         *strides(u), *strides(scan.delta), *strides(scan.z), *strides(starts, 2), *strides(out),
@@ -138,15 +147,21 @@ def _segment_states(
 
 
 def run_backward(
-    scan: Scan, borders: Tensor, dout: Tensor, dlast: Tensor | None, config: Config = BACKWARD, *,
-    dz: Tensor | None = None, overwrite: bool = False,
+    scan: Scan, borders: Tensor, dout: Tensor, dlast: Tensor | None, config: Config | None = None, *,
+    places: Mapping[str, Tensor] | None = None, overwrite: bool = False,
 ) -> Gradients:  # fmt: skip
-    """All gradients. `dz`: where the gate's goes, if it has a place already.
+    """All gradients. `places`: where those of z, B and C go that have a place already.
 
     `overwrite`: delta and dout are needed by nobody else. The gradient of delta then takes delta's place, and the
     output, computed again, that of dout: a program has read a block before it writes there, and none reads another's.
     """
-    u, cut, rates = scan.u, _Cut(scan, config), scan.A.contiguous()
+    places = dict(places or {})
+    if config is None and cuda_scan.fits(scan, dout):
+        taken = places | ({"delta": scan.delta} if overwrite else {})
+        with suppress(CompilerError):  # then Triton's have to do
+            return cuda_scan.run_backward(scan, borders, dout, dlast, taken, dout if overwrite else None)
+    config = config or BACKWARD
+    u, cut, rates = scan.u, _Cut(scan, config), scan.rates.contiguous()
     packed, starts = _pack(scan, cut), as_bytes(scan.starts)
 
     def carry(ends: Tensor, spans: Tensor) -> None:
@@ -160,8 +175,7 @@ def run_backward(
 
     carries = _segment_states(cut, rates, dlast, carry, backward=True)
     du, ddelta = torch.empty_like(u), scan.delta if overwrite else torch.empty_like(scan.delta)
-    if scan.z is not None and dz is None:
-        dz = torch.empty_like(scan.z)
+    dz = None if scan.z is None else places["z"] if "z" in places else torch.empty_like(scan.z)
     out = dout if overwrite else None
     dA = cut.new(cut.batch, cut.slots, cut.channels, cut.states)
     dD, dbias = (cut.new(cut.batch, cut.slots, cut.channels) for _ in range(2))
@@ -185,9 +199,10 @@ def run_backward(
     assert added is not None
     # (batch, blocks, B and C, states, steps) → B and C: (batch, states, length)
     added = added.view(cut.batch, cut.padded // STEPS, 2, cut.wide, STEPS).permute(2, 0, 3, 1, 4)
-    dB, dC = added.reshape(2, cut.batch, cut.wide, cut.padded)[:, :, : cut.states, : cut.length]
+    dB, dC = added.reshape(2, cut.batch, cut.wide, cut.padded)[:, :, : cut.states, : cut.length].contiguous()
+    dB, dC = (places[name].copy_(each) if name in places else each for name, each in (("B", dB), ("C", dC)))
     dA, dD, dbias = (each[:, : cut.segments].sum((0, 1)) for each in (dA, dD, dbias))
     return Gradients(
-        u=du, delta=ddelta, z=dz, A=dA, B=dB, C=dC, D=None if scan.D is None else dD,
+        u=du, delta=ddelta, z=dz, A=scan.grad_of_rates(dA, rates), B=dB, C=dC, D=None if scan.D is None else dD,
         delta_bias=None if scan.delta_bias is None else dbias, initial_state=dfirst,
     )  # fmt: skip

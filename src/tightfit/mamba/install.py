@@ -66,7 +66,7 @@ def install() -> None:
         if separable:
             # Whoever gets that far must not be fused, and None says so.
             _replace(module, "mamba_inner_fn", lambda *_, **__: None)
-            _replace(module, "mamba_selective_scan", _exclude_from_compile(_scan))
+            _replace(module, "mamba_selective_scan", _scan)
             _replace(module, "causal_conv1d_fn", _conv_before(module.causal_conv1d_fn))
         owner = getattr(module, mixer)
         _replace(owner, "forward", _forward_before(owner.forward, masks_both=separable))
@@ -91,7 +91,9 @@ def fuses(mixer: nn.Module) -> bool:
     has_global_hook = bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
     if has_global_hook or getattr(mixer, "activation", None) not in SILU:
         return False
-    return all(_plain(child) for name in PASSED_OVER if (child := getattr(mixer, name, None)) is not None)
+    # No assignment inside the generator: up to torch 2.11 its compiler cannot follow that.
+    children = [getattr(mixer, name, None) for name in PASSED_OVER]
+    return all(child is None or _plain(child) for child in children)
 
 
 def whole_mixers(model: nn.Module) -> list[type[nn.Module]]:
@@ -101,12 +103,6 @@ def whole_mixers(model: nn.Module) -> list[type[nn.Module]]:
     found = [module for module in model.modules() if type(module).__name__ in names]
     every = all(fuses(mixer) and _plain(mixer.get_submodule("in_proj")) for mixer in found)
     return sorted({type(mixer) for mixer in found}, key=lambda each: each.__name__) if every else []
-
-
-def _exclude_from_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile would write out every step of a scan: it goes around instead."""
-    left_alone: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return left_alone
 
 
 def _replace(where: ModuleType | type, name: str, by: Callable[..., Any]) -> None:
@@ -171,7 +167,6 @@ def reading_positions(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callable[..., Any]:
     """`masks_both`: transformers 5 masks what goes into the first projection, earlier ones half of what comes out."""
-    whole = _exclude_from_compile(_without_cache)
 
     @functools.wraps(original)
     def forward(
@@ -195,7 +190,7 @@ def _forward_before(original: Callable[..., Any], *, masks_both: bool) -> Callab
         # With accelerate's hooks a weight is there only while its own module, or transformers' forward, runs.
         offloaded = any(hasattr(child, "_hf_hook") for child in self.children())
         if cache_params is None and known and maskable and not offloaded:
-            return whole(self, hidden_states, attention_mask, starts)
+            return _without_cache(self, hidden_states, attention_mask, starts)
         if starts is not None and cache_params is not None:
             raise ScanError(text("scan.starts-with-cache"))
         if starts is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tightfit.mamba.arguments import Scan, ScanError, check
-from tightfit.mamba.chunked import chunked_scan, reference_scan
+from tightfit.mamba import chunked, operators
+from tightfit.mamba.arguments import DIFFERENTIABLE, TENSORS, Scan, ScanError, check, make_room
+from tightfit.mamba.chunked import reference_scan
 from tightfit.messages import text
 
 Path = Literal["reference", "chunked", "triton"]
@@ -49,26 +50,28 @@ def selective_scan(  # noqa: PLR0913 - the official signature
 def run(scan: Scan, path: Path | None = None) -> tuple[Tensor, Tensor]:
     """The output and the last state, by that path or the one that fits. Whoever asks for a path by name gets that one
     or ScanError, never another."""
-    with torch.autocast(scan.u.device.type, enabled=False):  # which would round the sums of the CPU's path to 16 bits
-        path = path or fitting(scan)
-        if path == "reference":
+    path = path or fitting(scan)
+    if path == "reference":
+        with torch.autocast(scan.u.device.type, enabled=False):  # which would round the sums to 16 bits
             return reference_scan(scan)
-        if path == "chunked":
-            return chunked_scan(scan)
-        if path not in get_args(Path):
-            raise ScanError(text("scan.no-path", path=path, known=", ".join(get_args(Path))))
-        if scan.sizes[2] > MOST_STATES:
-            raise ScanError(text("scan.too-many-states", states=scan.sizes[2], most=MOST_STATES))
-        for name in ("u", "A"):
-            if getattr(scan, name).dtype == torch.float64:
-                raise ScanError(text("scan.triton-fp64", name=name))
-        if not has_triton():
-            raise ScanError(text("scan.needs-triton"))
-        if scan.u.device.type != "cuda":
-            raise ScanError(text("scan.triton-needs-gpu", device=scan.u.device))
-        from tightfit.mamba.gpu_scan import triton_scan
+    if path not in get_args(Path):
+        raise ScanError(text("scan.no-path", path=path, known=", ".join(get_args(Path))))
+    if path == "triton":
+        _check_triton(scan)
+    out, last, _ = _scan(*(getattr(scan, name) for name in TENSORS), scan.delta_softplus, path)
+    return out, last
 
-        return triton_scan(scan)
+
+def _check_triton(scan: Scan) -> None:
+    if scan.sizes[2] > MOST_STATES:
+        raise ScanError(text("scan.too-many-states", states=scan.sizes[2], most=MOST_STATES))
+    for name in ("u", "A"):
+        if getattr(scan, name).dtype == torch.float64:
+            raise ScanError(text("scan.triton-fp64", name=name))
+    if not has_triton():
+        raise ScanError(text("scan.needs-triton"))
+    if scan.u.device.type != "cuda":
+        raise ScanError(text("scan.triton-needs-gpu", device=scan.u.device))
 
 
 def fitting(scan: Scan) -> Path:
@@ -102,3 +105,70 @@ def has_triton() -> bool:
 def _say(sentence: str) -> None:
     """Once."""
     warnings.warn(sentence, stacklevel=4)
+
+
+def _by(path: str) -> Any:
+    """The module that has both directions of that path."""
+    if path == "chunked":
+        return chunked
+    from tightfit.mamba import gpu_scan
+
+    return gpu_scan
+
+
+def _split(given: tuple[Any, ...]) -> tuple[Scan, Any]:
+    """The scan and the path."""
+    *scan, path = given
+    return Scan(*scan), _by(path)
+
+
+def _run_forward(*given: Any) -> operators.Outputs:
+    scan, path = _split(given)
+    with torch.autocast(scan.u.device.type, enabled=False):  # which would round the sums of the CPU's path to 16 bits
+        found: operators.Outputs = path.run_forward(scan)
+    return found
+
+
+def _shape_forward(*given: Any) -> operators.Outputs:
+    scan, path = _split(given)
+    found: operators.Outputs = path.make_places(scan)
+    return found
+
+
+def _run_backward(borders: Tensor, dout: Tensor, dlast: Tensor | None, *given: Any) -> operators.Outputs:
+    scan, path = _split(given)
+    found: operators.Outputs = path.run_backward(scan, borders, dout, dlast).outputs(scan)
+    return found
+
+
+def _shape_backward(borders: Tensor, dout: Tensor, dlast: Tensor | None, *given: Any) -> operators.Outputs:
+    scan, _ = _split(given)
+    return make_room(scan).outputs(scan)
+
+
+def _keep(ctx: Any, given: tuple[Any, ...], outputs: operators.Outputs) -> None:
+    *tensors, ctx.softplus, ctx.path = given
+    ctx.save_for_backward(outputs[2], *tensors)
+    ctx.mark_non_differentiable(outputs[2])
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlast: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    borders, *tensors = ctx.saved_tensors
+    dout = torch.zeros_like(tensors[0]) if dout is None else dout
+    grads = _scan_backward(borders, dout, dlast, *tensors, ctx.softplus, ctx.path)
+    found = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
+    return (*found, None, None, None)
+
+
+_ARGUMENTS = (
+    "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+    "Tensor? initial_state, Tensor? starts, bool softplus, str path"
+)
+_scan = operators.Operator(f"scan({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _run_forward, _shape_forward)
+_scan_backward = operators.Operator(
+    f"scan_backward(Tensor borders, Tensor dout, Tensor? dlast, {_ARGUMENTS}) -> "
+    f"({', '.join(['Tensor'] * len(DIFFERENTIABLE))})",
+    _run_backward,
+    _shape_backward,
+)
+_scan.differentiate(_keep, _differentiate)

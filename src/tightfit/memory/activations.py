@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.attention import mask_bytes
-from tightfit.memory.layers import layer_cost, layer_input_bytes
+from tightfit.memory.layers import has_parts, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.loss import HeadCost, head_cost
-from tightfit.memory.operations import Setting
+from tightfit.memory.operations import LIGER_MODELS, Setting
 from tightfit.memory.tape import LayerCost
 from tightfit.memory.weights import WIDTH
 from tightfit.types import Attention, Checkpointing, Gpu, Levers, ModelShape
@@ -47,11 +47,12 @@ class Activations:
 
 
 def activations(shape: ModelShape, levers: Levers, gpu: Gpu | None = None) -> Activations:
-    setting = setting_of(levers, gpu)
+    setting = setting_of(levers, gpu, shape.model_type)
     return activations_at(levers.checkpointing, shape, setting, levers.frozen_layers, levers.loss == "fused")
 
 
-def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
+def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> Setting:
+    """`model_type`: Liger has no kernels for those that it does not know."""
     lora = weights_of.effective_lora(levers)
     width = WIDTH[levers.precision]
     vendor, arch = (gpu.vendor, gpu.arch) if gpu else ("unknown", None)
@@ -73,7 +74,10 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
         attention=levers.attention,
         packed=levers.packed,
         padded=levers.padded,
-        liger=levers.loss == "fused" and levers.trainer != "tightfit",
+        compiled=levers.compile == "layers" and levers.trainer == "tightfit" and levers.stage != 3,
+        liger=_runs_liger(levers, model_type) and vendor != "cpu",
+        liger_loss=levers.loss == "fused" and levers.trainer != "tightfit",
+        loss_kernel=vendor != "cpu" and (gpu is None or gpu.triton or levers.trainer != "tightfit"),
         reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
@@ -85,16 +89,26 @@ def setting_of(levers: Levers, gpu: Gpu | None = None) -> Setting:
     )
 
 
+def _runs_liger(levers: Levers, model_type: str) -> bool:
+    """Other trainers switch all of Liger on for its loss. Our worker binds the kernels of layers that are neither
+    compiled nor recomputed in part (`train/kernels.py`)."""
+    if levers.trainer != "tightfit":
+        return levers.loss == "fused"
+    plain = levers.kernels == "plain" or levers.compile != "off" or levers.checkpointing.select
+    return not plain and model_type in LIGER_MODELS
+
+
 @lru_cache(maxsize=256)
 def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
     head = head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied))
     recomputing = shape.n_layers if depth.layers is None else depth.layers
-    kept, host_kept, below_top, stream, moments = _layers(shape, setting, recomputing, depth.offload, frozen)
+    kept, host_kept, below_top, stream, moments = _layers(shape, setting, depth, frozen)
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
-    top = costs[shape.pattern[-1]]
+    highest = shape.n_layers - 1
+    top = _way(shape, setting, depth, highest)
     masks = _masks(shape, setting)
     kept_masks = masks if recomputing > _lowest(setting, frozen) else 0
-    forward = top.forward_unsaved if recomputing >= shape.n_layers else top.forward
+    forward = top.cost.forward_unsaved if top.recomputes else top.cost.forward
     return Activations(
         kept=kept,
         host_kept=host_kept,
@@ -109,39 +123,87 @@ def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, fr
     )
 
 
+class _Way(NamedTuple):
+    """How one layer runs."""
+
+    cost: LayerCost
+    recomputes: bool  # it keeps its input, and `saved` of its cost beside that
+
+
+def _way(shape: ModelShape, setting: Setting, depth: Checkpointing, index: int, input_grad: bool = True) -> _Way:
+    """The lowest layers recompute. In compiled layers, as soon as any recomputes, elementwise work is made again in all
+    of them; but not where inputs wait on the host, for which recomputation stands around the compiled code."""
+    block, hidden = shape.blocks[shape.pattern[index]], shape.hidden_size
+    if depth.layers is None or index < depth.layers:
+        if setting.compiled and depth.offload:
+            return _Way(replace(layer_cost(block, hidden, setting, input_grad), saved=0), True)
+        return _Way(recompute_cost(block, hidden, setting, depth.select, input_grad), True)
+    if setting.compiled and depth.layers and not depth.offload and has_parts(block, setting):
+        return _Way(recompute_cost(block, hidden, setting, ("elementwise",), input_grad), True)
+    return _Way(layer_cost(block, hidden, setting, input_grad), False)
+
+
 class Curve(NamedTuple):
     """By how many layers recompute, from none to all: what `Activations` has of each depth, for many depths at once."""
 
     kept: tuple[int, ...]
     below_top: tuple[int, ...]
     shared: tuple[int, ...]
-    top: int | None  # `working` of the top layer where it does not recompute; None: no layer has a backward pass
+    top: tuple[int, ...] | None
+    """`working` of the top layer, and its input where it keeps that; None: no layer has a backward pass."""
 
 
 @lru_cache(maxsize=1024)
-def curve_of(shape: ModelShape, setting: Setting, frozen: int) -> Curve:
-    costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
-    inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
+def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str, ...] = ()) -> Curve:
+    """`select`: what of the layers that recompute does."""
     embedded = setting.tokens * shape.hidden_size * setting.width
     lowest, count = _lowest(setting, frozen), shape.n_layers
-    each = [costs[kind] for kind in shape.pattern]
-    if lowest < count and not setting.trains_embedding:  # where it does not recompute, nor does anything below
-        each[lowest] = layer_cost(shape.blocks[shape.pattern[lowest]], shape.hidden_size, setting, False)
+    inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     streams = [inputs[kind] for kind in shape.pattern]
     streams[0] = min(streams[0], embedded)
-    kept = [sum(streams[lowest:])]
-    for index in range(count - 1, -1, -1):
-        kept.append(kept[-1] + (each[index].saved - streams[index] if index >= lowest else 0))
-    kept.reverse()
-    top = each[-1] if lowest < count else None
-    own = [0 if top is None else top.saved] * count + [streams[-1] if top else 0]
+
+    def keep(depth: Checkpointing, indices: range) -> list[int]:
+        """What each of these layers keeps, of which no two of a kind differ but for the lowest with a backward pass."""
+        known: dict[tuple[int, bool], _Way] = {}
+        kept = []
+        for index in indices:
+            key = shape.pattern[index], index != lowest or _trains_below(setting, depth)
+            way = known.get(key) or known.setdefault(key, _way(shape, setting, depth, index, key[1]))
+            kept.append(0 if index < lowest else way.cost.saved + (streams[index] if way.recomputes else 0))
+        return kept
+
+    nothing, some, everything = (Checkpointing(layers=n, select=select) for n in (0, 1, None))
+    # the layers above those that recompute, and these themselves
+    above, again = keep(some, range(min(1, count), count)), keep(everything, range(count))
+    kept, total = [sum(keep(nothing, range(count)))], sum(above) + sum(again[:1])
+    for depth in range(1, count + 1):
+        kept.append(total)
+        if depth < count:
+            total += again[depth] - above[depth - 1]
+    # the top layer may be the lowest as well
+    ways = [
+        _way(shape, setting, depth, count - 1, count - 1 != lowest or _trains_below(setting, depth))
+        for depth in (nothing, some, everything)
+    ]
+    if count == 1:
+        ways[1] = ways[2]
+    ends = [(way.cost.saved + streams[-1], _recompute(way.cost)[0] + streams[-1]) if way.recomputes else
+            (way.cost.saved, way.cost.backward) for way in ways]  # fmt: skip
+    each = [ends[0], *[ends[1]] * (count - 1), ends[2]]
     tables, masks = _rotary_tables(shape, setting), _masks(shape, setting)
     return Curve(
         kept=tuple(kept),
-        below_top=tuple([total - last for total, last in zip(kept, own, strict=True)]),
+        below_top=tuple([whole - (own if lowest < count else 0) for whole, (own, _) in zip(kept, each, strict=True)]),
         shared=tuple([tables + (masks if depth > lowest else 0) for depth in range(count + 1)]),
-        top=None if top is None else top.backward,
+        top=tuple([working for _, working in each]) if lowest < count else None,
     )
+
+
+def _trains_below(setting: Setting, depth: Checkpointing) -> bool:
+    """Whether the lowest layer's input has a gradient. Adapters alone need none of the embedding, but checkpointing
+    makes its output require one; not so inside compiled code."""
+    checkpoints = depth.layers != 0 and (depth.offload or not setting.compiled)
+    return setting.trains_embedding or (not setting.trains_base and checkpoints)
 
 
 def _lowest(setting: Setting, frozen: int) -> int:
@@ -151,15 +213,12 @@ def _lowest(setting: Setting, frozen: int) -> int:
 
 @lru_cache(maxsize=256)
 def _layers(
-    shape: ModelShape, setting: Setting, recomputing: int, offload: bool, frozen: int
+    shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int
 ) -> tuple[int, int, int, int, tuple[Moment, ...]]:
     """What does not depend on the loss: `kept`, `host_kept`, `below_top`, `stream` and `moments` of `Activations`."""
-    costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
-    turns = [_recompute(cost) for cost in costs]
     embedded = setting.tokens * shape.hidden_size * setting.width
-    # adapters alone need no gradient of the embedding, but checkpointing makes its output require one
-    trains_below = setting.trains_embedding or (not setting.trains_base and recomputing > 0)
+    trains_below = _trains_below(setting, depth)
     lowest = _lowest(setting, frozen)
     kept = host_kept = own = stream = 0
     moments: list[Moment] = []
@@ -168,19 +227,19 @@ def _layers(
         stream = inputs[kind] if index else min(inputs[kind], embedded)
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
-        cost, turn = costs[kind], turns[kind]
-        if index == lowest and not trains_below:
-            cost = layer_cost(shape.blocks[kind], shape.hidden_size, setting, False)
-            turn = _recompute(cost)
-        if index >= recomputing:
+        cost, recomputes = _way(shape, setting, depth, index, index != lowest or trains_below)
+        if not recomputes:
             own = cost.saved
             moments.append(Moment(index, kept, cost.backward, cost.backward_kept, cost, False))
-        elif offload:  # its input comes back for its turn
-            host_kept, own = host_kept + stream, 0
+            kept += own
+            continue
+        turn = _recompute(cost)
+        if depth.offload:  # its input comes back for its turn
+            host_kept, own = host_kept + stream, cost.saved
             moments.append(Moment(index, kept, turn[0] + stream, turn[1] + stream, cost, True))
         else:
-            own = stream
-            moments.append(Moment(index, kept + own, *turn, cost, True))
+            own = stream + cost.saved
+            moments.append(Moment(index, kept + stream, *turn, cost, True))
         kept += own
     return kept, host_kept, kept - own, stream, tuple(reversed(moments))
 

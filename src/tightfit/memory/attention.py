@@ -35,7 +35,11 @@ def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
     if shape.qk_norm and shape.qk_norm_kind == "gemma":
         q, k = _norm(ops, q, shape, shape.heads), _norm(ops, k, shape, shape.kv_heads)
     if shape.rotary:
-        q, k = _rotate(ops, q, k, shape)
+        if ops.setting.liger:
+            by_head = kernel in ("eager", "math")
+            q, k = (_rotate_by_liger(ops, each, shape, by_head=by_head) for each in (q, k))
+        else:
+            q, k = _rotate(ops, q, k, shape)
     context = KERNELS[kernel](ops, q, k, v, shape)
     out = ops.linear(context, ops.find(*OUTPUT), hidden, shape.heads * shape.head_dim)
     ops.tape.hold(q, k, v, *ops.local)
@@ -99,7 +103,11 @@ def mask_bytes(shape: Attention, setting: Setting) -> int:
 
 
 def _project(ops: Operations, x: Slot, shape: Attention, hidden: int, *, by_head: bool) -> tuple[Slot, Slot, Slot]:
-    copied = shape.rotary or by_head  # the fused kernels' own gradients come in token order
+    # The fused attention kernels' own gradients come in token order, and Liger's rotary embedding leaves or brings them
+    # there; but its norms over heads leave them head by head.
+    copied = by_head or shape.rotary
+    if ops.setting.liger and shape.rotary:
+        copied = shape.qk_norm and shape.qk_norm_kind == "gemma"
     if shape.fused_qkv:
         return _project_fused(ops, x, shape, hidden, copies=(copied, copied, by_head))
 
@@ -134,16 +142,24 @@ def _project_fused(
 
 
 def _norm(ops: Operations, x: Slot, shape: Attention, heads: int) -> Slot:
-    if shape.qk_norm_whole:
-        return ops.norm(x, shape.head_dim * heads, shape.qk_norm_kind)
-    normed = ops.norm(x, shape.head_dim, shape.qk_norm_kind, rows=heads)
+    if shape.qk_norm_whole:  # Liger leaves these as they are, in a model that is there already
+        return ops.norm_by_torch(x, shape.head_dim * heads, shape.qk_norm_kind)
+    normed = ops.norm(x, shape.head_dim, shape.qk_norm_kind, rows=heads, copies=shape.qk_norm_kind == "gemma")
     # a LayerNorm a head (stablelm), then put together again
     return ops.tape.op((normed,), normed.size) if shape.qk_norm_kind == "layer" else normed
 
 
+def _rotate_by_liger(ops: Operations, x: Slot, shape: Attention, *, by_head: bool) -> Slot:
+    """`LigerRopeFunction` changes x in place, and later its gradient; both in token order, for which parts of a fused
+    projection, heads that a norm has laid out and gradients of plain products are copied."""
+    if shape.fused_qkv or (shape.qk_norm and shape.qk_norm_kind == "gemma"):
+        return ops.tape.op((x,), x.size, passes=not by_head, fused=True)
+    return ops.tape.view(x, copies_grad=by_head, fused=True)
+
+
 def _rotate(ops: Operations, q: Slot, k: Slot, shape: Attention) -> tuple[Slot, Slot]:
     turned = _rotate_one(ops, q, shape), _rotate_one(ops, k, shape)
-    if _joins(shape):  # cat with the part that is not rotated, be it empty; backwards, its gradient is laid into zeros
+    if _joins(ops, shape):  # cat with the part that is not rotated, maybe empty; its gradient is laid into zeros
         turned = (
             ops.tape.op((turned[0], q), q.size, access="parts"),
             ops.tape.op((turned[1], k), k.size, access="parts"),
@@ -151,7 +167,7 @@ def _rotate(ops: Operations, q: Slot, k: Slot, shape: Attention) -> tuple[Slot, 
     elif shape.rotary_fp32:
         turned = ops.tape.op((turned[0],), q.size, access="cast"), ops.tape.op((turned[1],), k.size, access="cast")
     ops.tape.hold(q, k)
-    if _joins(shape) and not shape.fused_qkv:
+    if _joins(ops, shape) and not shape.fused_qkv:
         ops.local += (q, k)  # stablelm has variables for the parts
     return turned
 
@@ -163,15 +179,13 @@ def _rotate_one(ops: Operations, x: Slot, shape: Attention) -> Slot:
         part = part * FP32 // ops.setting.width
     # Forwards two products, a negated half, a join and a sum; backwards two halves that are laid into zeros and added.
     moves: dict[str, Any] = {"access": "parts", "again": 4 * part, "again_back": 9 * part}
-    since = len(ops.tape.ops)
-    turned = ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part, **moves)
-    ops.tape.fuse(since)
-    return turned
+    return ops.tape.op((x,), part, forward_temp=2 * part, backward_temp=2 * part, **moves)
 
 
-def _joins(shape: Attention) -> bool:
-    """Families that may rotate a part of each head put it together with the rest, even where that is empty."""
-    return shape.rotary and (shape.rotary_dim is not None or shape.fused_qkv)
+def _joins(ops: Operations, shape: Attention) -> bool:
+    """Families that may rotate a part of each head put it together with the rest, even where that is empty. Liger's
+    rotary embedding does not."""
+    return shape.rotary and not ops.setting.liger and (shape.rotary_dim is not None or shape.fused_qkv)
 
 
 def _flash(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
@@ -204,7 +218,8 @@ def _fused(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention, accumul
     sums = ops.size(shape.heads, FP32)
     temp = accumulated + (2 * q.size if k.size != q.size else 0)
     qkv, makes = (q, k, v), (sums, mask) if mask else (sums,)
-    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, backward_temp=temp, product=True)
+    facts: dict[str, Any] = {"backward_temp": temp, "product": True, "part": "mixer"}
+    context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, **facts)
     return _token_order(ops, context, shape)
 
 
@@ -228,7 +243,7 @@ def _efficient(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> 
         widened = ops.size(shape.heads * shape.head_dim, FP32) if setting.width < FP32 else 0
     makes = (sums, mask) if is_masked(shape, setting) else (sums,)
     qkv = q, key, value
-    facts: dict[str, Any] = {"forward_temp": widened, "backward_temp": temp, "product": True}
+    facts: dict[str, Any] = {"forward_temp": widened, "backward_temp": temp, "product": True, "part": "mixer"}
     context = ops.tape.op(qkv, q.size, saves=qkv, saves_output=True, makes=makes, **facts)
     ops.tape.hold(key, value)
     return context
@@ -252,13 +267,13 @@ def _math(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
         key, value = _repeat(ops, k32, shape), _repeat(ops, v32, shape)
     scaled = ops.times_constant(key)
     repeated = shape.kv_heads != shape.heads  # which lays it out head by head
-    query = whole if _joins(shape) else _by_head(ops, whole)
-    keys = scaled if repeated or _joins(shape) else _by_head(ops, scaled)
+    query = whole if _joins(ops, shape) else _by_head(ops, whole)
+    keys = scaled if repeated or _joins(ops, shape) else _by_head(ops, scaled)
     values = value if repeated else _by_head(ops, value)
-    scores = tape.op((query, keys), ops.size(pairs, FP32), saves=(query, keys), forward_temp=mask)
-    weights = ops.softmax(scores, ops.size(pairs, BOOL))  # it looks for rows that are hidden whole
+    scores = tape.op((query, keys), ops.size(pairs, FP32), saves=(query, keys), forward_temp=mask, part="mixer")
+    weights = ops.softmax(scores, shape.heads, ops.size(pairs, BOOL))  # it looks for rows that are hidden whole
     returned = ops.cast(weights, pairs, setting.width)  # beside the output, though nobody takes it
-    mixed = tape.op((weights, values), ops.size(features, FP32), saves=(weights, values))
+    mixed = tape.op((weights, values), ops.size(features, FP32), saves=(weights, values), part="mixer")
     context = ops.cast(mixed, features, setting.width)
     tape.hold(q32, k32, v32, whole, key, value, weights, returned, *given)
     return tape.op((context,), q.size)
@@ -266,7 +281,7 @@ def _math(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot:
 
 def _token_order(ops: Operations, context: Slot, shape: Attention) -> Slot:
     """transpose(1, 2).contiguous(): a copy only where the query was contiguous head by head."""
-    return ops.tape.op((context,), context.size, access="parts") if _joins(shape) else context
+    return ops.tape.op((context,), context.size, access="parts") if _joins(ops, shape) else context
 
 
 def _repeat(ops: Operations, x: Slot, shape: Attention) -> Slot:
@@ -282,23 +297,23 @@ def _eager(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention) -> Slot
     tape, setting = ops.tape, ops.setting
     pairs = shape.heads * setting.sequence
     repeated = key, value = _repeat(ops, k, shape), _repeat(ops, v, shape)
-    query = q if _joins(shape) else _by_head(ops, q)
-    key = key if key is not k or _joins(shape) else _by_head(ops, key)
-    scores = tape.op((query, key), ops.size(pairs), saves=(query, key))
+    query = q if _joins(ops, shape) else _by_head(ops, q)
+    key = key if key is not k or _joins(ops, shape) else _by_head(ops, key)
+    scores = tape.op((query, key), ops.size(pairs), saves=(query, key), part="mixer")
     scores = ops.times_constant(scores)
     if shape.softcap:
         scores = ops.times_constant(ops.output_saving(ops.times_constant(scores)))
     scores = ops.plus_constant(scores)  # the mask
     if "attn.c_attn.weight" in ops.tensors:  # gpt2 stays in the working precision
-        weights = ops.softmax(scores)
+        weights = ops.softmax(scores, shape.heads)
     else:
-        softmax = ops.softmax(ops.cast(scores, pairs, FP32))
+        softmax = ops.softmax(ops.cast(scores, pairs, FP32), shape.heads)
         tape.hold(scores)
         weights = ops.cast(softmax, pairs, setting.width)
     if shape.dropout:
         weights = ops.dropout(weights)
     value = value if value is not v else _by_head(ops, value)
-    mixed = tape.op((weights, value), q.size, saves=(weights, value))
+    mixed = tape.op((weights, value), q.size, saves=(weights, value), part="mixer")
     ops.returned.append(weights)
     context = tape.op((mixed,), q.size)  # transpose(1, 2).contiguous()
     tape.hold(*repeated)

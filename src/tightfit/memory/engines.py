@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from tightfit.memory import fsdp2, zero0, zero3, zero12
+from tightfit.memory import ddp, fsdp2, zero0, zero3, zero12
 from tightfit.memory.job import Components, MemoryJob
 from tightfit.types import PhaseName
 
@@ -30,4 +30,11 @@ class EngineMemory(Protocol):
         """No less than this is held when the last gradients leave, with no activations there."""
 
 
-ENGINES: Mapping[str, EngineMemory] = {"zero0": zero0, "zero1": zero12, "zero2": zero12, "zero3": zero3, "fsdp2": fsdp2}
+ENGINES: Mapping[str, EngineMemory] = {
+    "ddp": ddp,
+    "zero0": zero0,
+    "zero1": zero12,
+    "zero2": zero12,
+    "zero3": zero3,
+    "fsdp2": fsdp2,
+}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tightfit.memory.operations import FP32, INT64, Operations
-from tightfit.memory.tape import Slot
+from tightfit.memory.operations import FP32, INT64, Operations, Setting
+from tightfit.memory.tape import Part, Slot
 from tightfit.types import Mlp, Moe
 
-UP = ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h")
 DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h")
+UP = ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h")
 
 
 def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
@@ -15,6 +15,10 @@ def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
     if shape.fused_gate_up:
         gate_up = ops.linear(x, "mlp.gate_up_proj", 2 * inner, hidden)
         gate, up = ops.tape.split(gate_up, (ops.size(inner), ops.size(inner)))
+        if ops.gates_by_liger(shape.activation):
+            out = ops.linear(ops.gate_by_liger(gate, up), "mlp.down_proj", hidden, inner)
+            ops.tape.hold(x, gate_up)
+            return out
         product = ops.multiply(up, ops.activate(gate, shape.activation))
     elif shape.gated:
         return _add_gated_mlp(ops, x, shape.activation, inner, hidden, "mlp")
@@ -26,8 +30,12 @@ def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
 
 
 def _add_gated_mlp(ops: Operations, x: Slot, activation: str, inner: int, hidden: int, prefix: str) -> Slot:
-    active = ops.activate(ops.linear(x, f"{prefix}.gate_proj", inner, hidden), activation)
-    product = ops.multiply(active, ops.linear(x, f"{prefix}.up_proj", inner, hidden))
+    gate = ops.linear(x, f"{prefix}.gate_proj", inner, hidden)
+    if ops.gates_by_liger(activation):
+        product = ops.gate_by_liger(gate, ops.linear(x, f"{prefix}.up_proj", inner, hidden))
+    else:
+        active = ops.activate(gate, activation)
+        product = ops.multiply(active, ops.linear(x, f"{prefix}.up_proj", inner, hidden))
     out = ops.linear(product, f"{prefix}.down_proj", hidden, inner)
     ops.tape.hold(x)
     return out
@@ -53,8 +61,8 @@ def moe(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     return total
 
 
-def _adapts_experts(ops: Operations, shape: Moe) -> bool:
-    return shape.lora_on_experts and ops.setting.lora_rank > 0 and ops.setting.lora_targets is None
+def adapts_experts(shape: Moe, setting: Setting) -> bool:
+    return shape.lora_on_experts and setting.lora_rank > 0 and setting.lora_targets is None
 
 
 def _merge_adapter(ops: Operations, weights: int, adapters: int, copy_width: int) -> Slot:
@@ -68,13 +76,14 @@ def _merge_adapter(ops: Operations, weights: int, adapters: int, copy_width: int
 def _route(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     """The weights of the chosen experts. The router is a bare matrix, not a linear layer."""
     tape, setting = ops.tape, ops.setting
-    if _adapts_experts(ops, shape):
+    if adapts_experts(shape, ops.setting):
         merged = _merge_adapter(ops, shape.experts * hidden, setting.lora_rank * (shape.experts + hidden), FP32)
-        logits = tape.op((x, merged), ops.size(shape.experts), saves=(x, merged))
+        logits = tape.op((x, merged), ops.size(shape.experts), saves=(x, merged), part="mlp")
     else:
         saves = (x,) if setting.trains_base else ()
-        logits = tape.op((x,), ops.size(shape.experts), saves=saves, weight_grad=ops.grad(shape.experts * hidden))
-    probabilities = ops.softmax(ops.cast(logits, shape.experts, FP32))
+        grad = ops.grad(shape.experts * hidden)
+        logits = tape.op((x,), ops.size(shape.experts), saves=saves, weight_grad=grad, part="mlp")
+    probabilities = ops.softmax(ops.cast(logits, shape.experts, FP32), 1)
     chosen = tape.op((probabilities,), ops.size(shape.top_k, FP32), makes=(ops.size(shape.top_k, INT64),))
     if not shape.scores_fp32:
         return ops.cast(chosen, shape.top_k, setting.width)
@@ -91,10 +100,10 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     order = tape.op((), 2 * index)  # sorted expert numbers, and where each came from; variables both
     gathered = tape.op((x,), ops.size(rows * hidden), makes=(index,), access="parts")
     weights = tape.op((scores,), scores.size, makes=(index,))
-    gate_up = _multiply_experts(ops, gathered, shape, (2 * inner, hidden), 2 * setting.lora_rank)
+    gate_up = _multiply_experts(ops, gathered, shape, (2 * inner, hidden), 2 * setting.lora_rank, "mlp")
     gate, up = tape.split(gate_up, (ops.size(rows * inner), ops.size(rows * inner)))
     product = ops.multiply(ops.activate(gate, shape.activation), up)
-    down = _multiply_experts(ops, product, shape, (hidden, inner), setting.lora_rank)
+    down = _multiply_experts(ops, product, shape, (hidden, inner), setting.lora_rank, "down")
     width = FP32 if shape.scores_fp32 else setting.width
     wide = ops.size(rows * hidden, width)
     weighted = tape.op((down, weights), wide, saves=(down, weights), backward_temp=2 * wide - down.size)
@@ -105,13 +114,13 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     return out
 
 
-def _multiply_experts(ops: Operations, x: Slot, shape: Moe, features: tuple[int, int], rank: int) -> Slot:
+def _multiply_experts(ops: Operations, x: Slot, shape: Moe, features: tuple[int, int], rank: int, part: Part) -> Slot:
     """One product for all experts. Where they are adapted, gate and up together have twice the rank."""
     setting, (out_features, in_features) = ops.setting, features
     rows, weights = ops.size(shape.top_k * out_features), shape.experts * out_features * in_features
-    if _adapts_experts(ops, shape):
+    if adapts_experts(shape, ops.setting):
         adapters = shape.experts * rank * (out_features + in_features)
         merged = _merge_adapter(ops, weights, adapters, setting.width)
-        return ops.tape.op((x, merged), rows, saves=(x, merged))
+        return ops.tape.op((x, merged), rows, saves=(x, merged), part=part)
     saves = (x,) if setting.trains_base else ()
-    return ops.tape.op((x,), rows, saves=saves, weight_grad=ops.grad(weights), product=True)
+    return ops.tape.op((x,), rows, saves=saves, weight_grad=ops.grad(weights), product=True, part=part)

@@ -196,8 +196,15 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
     last = embedding.trainable * width
     if job.world == 1 and not (earlier or offloaded):
         last = max(last - embedding.trainable * shard, 0)
+    moments = [fullest.components(acts.shared)]
+    if (
+        job.world > 1 and not tied
+    ):  # likewise the head's, when the layers have kept all; the first of them is on its way
+        above = head.largest * width if head.trainable else 0
+        beside = above + (earlier or (0 if offloaded else share(head.trainable * shard, job.world)))
+        moments.append(Peak(acts.kept, acts.stream, beside, head.trainable * FP32, ahead).components(acts.shared))
     return worst(
-        fullest.components(acts.shared),
+        *moments,
         Peak(0, 0, _own_grads(job) + last, embedding.trainable * FP32, root).components(acts.shared),
     )
 

@@ -55,7 +55,7 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
     elif levers.optimizer == "paged_adamw8bit":  # unified memory: it may all be paged out to the host
         paged = 2 * share(weights.trainable_numel, job.world)
         if levers.stage in (None, 0):
-            world = 1 if levers.engine == "zero0" else job.world
+            world = 1 if levers.shards_nothing else job.world
             paged = eight_bit_states(levers.optimizer, weights.trainable, world).paged
         training.append({"optimizer_states": paged})
     steady = combine(process, libraries, *training, {"activations": pinned_bytes(job.acts.host_kept)})

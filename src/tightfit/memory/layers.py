@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from tightfit.memory.attention import attention
-from tightfit.memory.feedforward import mlp, moe
+from tightfit.memory.compiled import measure_compiled
+from tightfit.memory.feedforward import adapts_experts, mlp, moe
 from tightfit.memory.mamba2 import mamba2
 from tightfit.memory.operations import FP32, Operations, Setting
+from tightfit.memory.selected import measure_selected
 from tightfit.memory.ssm import mamba1
 from tightfit.memory.tape import LayerCost, Slot, Tape, measure
 from tightfit.types import Attention, Block, Mamba1, Mamba2, Mlp, Moe, Traced
@@ -23,7 +26,31 @@ def layer_cost(block: Block, hidden: int, setting: Setting, input_grad: bool = T
     keeps nothing."""
     if isinstance(block.mixer, Traced):
         return _cost_of_trace(block, block.mixer, hidden, setting)
-    return measure(*layer_tape(block, hidden, setting, input_grad), stops=not setting.reentrant)
+    ends = layer_tape(block, hidden, setting, input_grad)
+    if setting.compiled:
+        return measure_compiled(*ends)
+    return measure(*ends, stops=not setting.reentrant)
+
+
+@lru_cache(maxsize=1024)
+def recompute_cost(
+    block: Block, hidden: int, setting: Setting, select: tuple[str, ...], input_grad: bool = True
+) -> LayerCost:
+    """The same where these parts of it run again, or with none, all of it; which is what a layer does whose parts are
+    not known. What it keeps is counted beside its input."""
+    known = has_parts(block, setting)
+    if setting.compiled and not isinstance(block.mixer, Traced):
+        return measure_compiled(*layer_tape(block, hidden, setting, input_grad), select if known else ())
+    if known and select:
+        return measure_selected(*layer_tape(block, hidden, setting, input_grad), select)
+    return replace(layer_cost(block, hidden, setting, input_grad), saved=0)
+
+
+def has_parts(block: Block, setting: Setting) -> bool:
+    """Whether each of its matrices belongs to a part: not in an unknown layer, nor where adapters are added to the
+    stacked matrices of experts (`has_parts` in train/recompute.py)."""
+    experts = isinstance(block.mlp, Moe) and adapts_experts(block.mlp, setting)
+    return not isinstance(block.mixer, Traced) and not experts
 
 
 @lru_cache(maxsize=48)
@@ -31,7 +58,8 @@ def layer_tape(block: Block, hidden: int, setting: Setting, input_grad: bool) ->
     """The operations of one layer, its input and its output. Both memory and time are read from it, one soon after the
     other."""
     x = Slot(layer_input_bytes(block, hidden, setting), input_grad)
-    ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors})
+    added = block.arrangement in ("post", "sandwich")
+    ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors}, adds_norms=added)
     if block.arrangement == "single":  # x + mixer(norm(x)); an fp32 residual is cast to working precision before it
         read = ops.norm(ops.cast(x, hidden, setting.width), hidden, block.norm)
         out = ops.add(x, _mixer(ops, read, block, hidden))

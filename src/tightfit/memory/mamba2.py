@@ -82,6 +82,7 @@ def _official(ops: Operations, projected: Slot, shape: Mamba2, hidden: int) -> S
         forward_temp=max(forward, 0),
         backward_temp=backward + max(inner - weights, 0) + (0 if setting.trains_base else weights),
         weight_grad=weights if setting.trains_base else 0,
+        part="scan",
     )
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
-from tightfit.memory.tape import Slot, Tape
+from tightfit.memory.selection import place_of
+from tightfit.memory.tape import Part, Slot, Tape
 from tightfit.types import AttentionKernel, NormKind, Tensor
 
 FP32, FP64 = 4, 8
@@ -19,6 +22,23 @@ INT64 = 8
 BOOL = 1
 
 _SAVES_OUTPUT = frozenset({"relu", "relu6", "tanh", "sigmoid"})
+LIGER_MODELS = frozenset(
+    "gemma gemma2 gemma3_text granite llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe "
+    "smollm3".split()
+)
+"""The model types, of those that we know, whose layers Liger has kernels for."""
+_LIGER_GATES = frozenset({"silu", "swish", "gelu_pytorch_tanh"})
+_LIGER_SUMS = 132
+"""Rows in which Liger's norm sums up the gradient of its weight: one for each multiprocessor, here an H100's or H200's
+(other cards have from 46 to 170, which makes no difference of a megabyte)."""
+
+
+@cache
+def part_of(module: str) -> Part:
+    """The part of a layer that a linear module belongs to."""
+    place = place_of(module)
+    assert place, f"{module} is in neither half of the layer"
+    return place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +60,10 @@ class Setting:
     attention: AttentionKernel = "sdpa"
     packed: bool = False  # documents of one sequence are kept apart by a mask
     padded: bool = False  # rows have a mask for their padding
-    liger: bool = False  # Liger's kernels compute norms, rotary embedding and activations; nothing is held otherwise
+    liger: bool = False  # Liger's kernels compute norms, rotary embedding and gated activations
+    liger_loss: bool = False  # the fused loss is Liger's
+    compiled: bool = False  # each layer is code that torch.compile made of it
+    loss_kernel: bool = True  # one kernel turns logits into their gradient where the loss is fused
     reentrant: bool = False
     """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
     scan: str = "official"
@@ -76,6 +99,7 @@ class Operations:
     returned: list[Slot] = field(default_factory=list)
     """What a mixer hands back beside its output (eager attention's weights): the layer holds it to its end."""
     local: list[Slot] = field(default_factory=list)  # variables of the mixer that outlive their use
+    adds_norms: bool = False  # what a norm puts out is added to something, so that its gradient is another's too
     _tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,9 +134,8 @@ class Operations:
         whole = out_features * in_features * setting.width if setting.quantised else 0
         saves = (x,) if setting.trains_base or setting.keeps_inputs else ()
         size, grad = self.size(out_features), self.grad(self.weights(module))
-        y = self.tape.op(
-            (x,), size, saves=saves, weight_grad=grad, forward_temp=whole, backward_temp=whole, product=True
-        )
+        facts: dict[str, Any] = {"product": True, "part": part_of(module)}
+        y = self.tape.op((x,), size, saves=saves, weight_grad=grad, forward_temp=whole, backward_temp=whole, **facts)
         self.tape.called(module, since)
         return self._adapter(module, (x, y), in_features, out_features) if setting.adapts(module) else y
 
@@ -124,11 +147,15 @@ class Operations:
         read = self.dropout(cast, width) if setting.lora_drops else cast
         since, rank = len(tape.ops), setting.lora_rank
         grad = in_features * rank * width
-        down = tape.op((read,), self.size(rank, width), saves=(read,), weight_grad=grad, product=True)
+        facts: dict[str, Any] = {"product": True, "part": part_of(module)}
+        down = tape.op((read,), self.size(rank, width), saves=(read,), weight_grad=grad, **facts)
         tape.called(f"{module}/A", since)
         since, grad = len(tape.ops), out_features * rank * width
-        up = tape.op((down,), self.size(out_features, width), saves=(down,), weight_grad=grad, product=True)
+        up = tape.op((down,), self.size(out_features, width), saves=(down,), weight_grad=grad, **facts)
+        summing = len(tape.ops)
         total = self.cast(self.add(y, self.times_constant(up)), out_features, setting.width)
+        for op in tape.ops[summing:]:
+            op.sums = part_of(module)
         tape.hold(cast)
         tape.hold(x)
         tape.called(f"{module}/B", since)
@@ -158,19 +185,18 @@ class Operations:
         """tanh, exp, sigmoid: known by their outputs."""
         return self.tape.op((x,), x.size, saves_output=True)
 
-    def softmax(self, x: Slot, forward_temp: int = 0) -> Slot:
+    def softmax(self, x: Slot, heads: int, forward_temp: int = 0) -> Slot:
         """Known by its output too, which a GPU first multiplies by the gradient (`softmax_backward_cuda_out`)."""
         back = x.size if self.setting.on_gpu else 0
-        return self.tape.op((x,), x.size, saves_output=True, forward_temp=forward_temp, backward_temp=back)
+        facts: dict[str, Any] = {
+            "forward_temp": forward_temp,
+            "backward_temp": back,
+            "rows": 2 * self.size(heads, FP32),
+        }
+        return self.tape.op((x,), x.size, saves_output=True, **facts)
 
     def activate(self, x: Slot, name: str) -> Slot:
         """One kernel for most; some are written in Python, where every factor is a tensor of its own."""
-        since = len(self.tape.ops)
-        active = self._activate(x, name)
-        self.tape.fuse(since)
-        return active
-
-    def _activate(self, x: Slot, name: str) -> Slot:
         if name in _SAVES_OUTPUT:
             return self.output_saving(x)
         if name == "gelu_new":
@@ -188,7 +214,8 @@ class Operations:
             return self.multiply(x, self.output_saving(self.times_constant(x)))
         if name == "relu2":
             return self.power(self.output_saving(x))
-        return self.tape.op((x,), x.size, saves=(x,))
+        tangent = x.size // self.setting.width * FP32 if name == "gelu_pytorch_tanh" else 0
+        return self.tape.op((x,), x.size, saves=(x,), inner=tangent)
 
     def cast(self, x: Slot, features: int, width: int) -> Slot:
         """`.to(dtype)`: a new tensor, or the same one where the precision is the same."""
@@ -197,7 +224,8 @@ class Operations:
 
     def dropout(self, x: Slot, width: int | None = None) -> Slot:
         """CUDA's fused dropout keeps a byte an element."""
-        return self.tape.op((x,), x.size, makes=(x.size // (width or self.setting.width) * BOOL,))
+        mask = x.size // (width or self.setting.width) * BOOL
+        return self.tape.op((x,), x.size, makes=(mask,), part="random")
 
     def scale(self, x: Slot, parameter: str, *, width: int | None = None) -> Slot:
         """x times a vector parameter, which may be cast up for it; x is kept if the vector trains."""
@@ -214,21 +242,31 @@ class Operations:
         if not (self.setting.trains_base if trains is None else trains):
             return self.tape.op((x,), size, makes=makes)
         grad = numel * self.setting.width
-        return self.tape.op((x,), size, saves=(x,), makes=makes, backward_temp=size, weight_grad=grad)
+        facts: dict[str, Any] = {"backward_temp": size, "weight_grad": grad, "weighs": True}
+        return self.tape.op((x,), size, saves=(x,), makes=makes, **facts)
 
     def convolve(self, x: Slot, module: str, channels: int, kernel: int) -> Slot:
         """silu of torch's own causal convolution, which pads on both sides and drops the tail."""
         setting = self.setting
         padded = setting.micro_batch * (setting.sequence + kernel - 1) * channels * setting.width
         # its backward is one function, so even a frozen one keeps its input
-        wide = self.tape.op((x,), padded, saves=(x,), weight_grad=self.grad(self.weights(module)))
+        wide = self.tape.op((x,), padded, saves=(x,), weight_grad=self.grad(self.weights(module)), part="scan")
         cut = self.tape.view(wide, size=x.size, copies_grad=True)
         return self.tape.op((cut,), x.size, saves=(cut,))
 
-    def norm(self, x: Slot, features: int, kind: NormKind, *, rows: int = 1, trains: bool | None = None) -> Slot:
-        """A norm over the last dimension of `features`; `rows` of them a token (heads of q and k)."""
+    def norm(self, x: Slot, features: int, kind: NormKind, *, rows: int = 1, copies: bool = False) -> Slot:
+        """A norm over the last dimension of `features`; `rows` of them a token (heads of q and k). `copies`: what it
+        reads is not laid out head by head, which only Liger's minds."""
+        if not self.setting.liger or kind == "layer":
+            return self.norm_by_torch(x, features, kind, rows=rows)
+        normed = self._norm_by_liger(x, features, rows, copies=copies)
+        self.tape.hold(x)
+        return normed
+
+    def norm_by_torch(
+        self, x: Slot, features: int, kind: NormKind, *, rows: int = 1, trains: bool | None = None
+    ) -> Slot:
         trains = self.setting.trains_base if trains is None else trains
-        since = len(self.tape.ops)
         if kind == "layer":
             # Weight and bias; of norms over heads (stablelm) every head has its own weight, and no bias. Mean and
             # deviation are fp32 on a GPU; on the CPU they have the working precision.
@@ -237,9 +275,37 @@ class Operations:
             normed = self.tape.op((x,), self.size(features * rows), saves=(x,), makes=sums, weight_grad=grad)
         else:
             normed = self._rms(x, features, kind, rows, trains)
-        self.tape.fuse(since)
         self.tape.hold(x)
         return normed
+
+    def _norm_by_liger(self, x: Slot, features: int, rows: int, *, copies: bool) -> Slot:
+        """`LigerRMSNormFunction`: keeps its input, or the copy of it, and the inverse root of each row. The gradient of
+        the input is written over the output's, where that is nobody else's; a copy of it is made where one of the input
+        was."""
+        setting, copied = self.setting, x.size if copies else 0
+        sums = (_LIGER_SUMS if setting.on_gpu else 1) * features * FP32 if setting.trains_base else 0
+        roots = self.size(rows, FP32)
+        return self.tape.op(
+            (x,),
+            x.size,
+            saves=() if copies else (x,),
+            makes=(copied, roots) if copies else (roots,),
+            weight_grad=self.grad(features),
+            backward_temp=sums + copied,
+            passes=not self.adds_norms,
+            fused=True,
+        )
+
+    def gates_by_liger(self, activation: str) -> bool:
+        """Whether one kernel of Liger's multiplies what it activates."""
+        return self.setting.liger and activation in _LIGER_GATES
+
+    def gate_by_liger(self, gate: Slot, up: Slot) -> Slot:
+        """`LigerSiLUMulFunction` and `LigerGELUMulFunction`: keep both inputs and write the gradients over them. Parts
+        of one tensor (phi3's) are copied first."""
+        copies = () if gate.storage is gate else (gate.size, up.size)
+        saves = () if copies else (gate, up)
+        return self.tape.op((gate, up), gate.size, saves=saves, makes=copies, overwrites=True, fused=True)
 
     def _rms(self, x: Slot, features: int, kind: NormKind, rows: int, trains: bool) -> Slot:
         total = features * rows

@@ -16,7 +16,7 @@ Letters: E inner width, N state size, R rank of the step projection.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tightfit.memory.operations import FP32, Operations
 from tightfit.memory.tape import Slot
@@ -28,6 +28,9 @@ TIGHTFIT_BORDER, TIGHTFIT_STEPS, TIGHTFIT_SUMS = 64, 4, 64 << 20
 TIGHTFIT_FORWARD, TIGHTFIT_BACKWARD = (512, 4096), (256, 5000)
 """As mamba/gpu_scan.py cuts its launches: steps between the states that are kept, steps between those of the backward
 pass's scratch, room for sums; and for each direction the cells of a program and how many programs are wanted."""
+CUDA_STATES, CUDA_CHANNELS, CUDA_PROGRAMS, CUDA_UNCUT = 16, 64, 2048, 512
+"""The same of mamba/cuda_scan.py, whose backward pass is for 16-bit inputs: states of a channel and channels of a
+program; how many programs it wants, and with how many it does without cutting time."""
 PROJECTIONS = ("in_proj", "x_proj", "dt_proj", "out_proj")
 
 
@@ -71,6 +74,7 @@ def _official(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
         forward_temp=forward_temp,
         backward_temp=6 * wide + max(order + tail, scan_only) + (0 if setting.trains_base else weights),
         weight_grad=weights if setting.trains_base else 0,
+        part="scan",
     )
 
 
@@ -85,18 +89,19 @@ def _tightfit(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
         saves=(xz,),
         makes=(x_dbl, buffers.borders),
         # the convolution, delta and the gated output
-        forward_temp=3 * wide + buffers.parameters + buffers.forward,
+        forward_temp=3 * wide + buffers.forward,
         # In the scan's: the convolution, delta, and the gradients of the output and of the convolution. That of delta
         # and the output take the places of what they come from; the gate's is written into xz's. The gradients of the
         # weights are made when the scan's own buffers are gone.
-        backward_temp=4 * wide + buffers.parameters + x_dbl + max(0, buffers.backward - weights),
+        backward_temp=4 * wide + x_dbl + max(0, buffers.backward - weights),
         weight_grad=weights,
+        part="mixer",
     )
 
 
 class _Buffers(NamedTuple):
     borders: int  # states that are kept
-    parameters: int  # -exp(A_log.float()) and what is cast to fp32
+    parameters: int  # -exp(A_log.float()) and what is cast to fp32, where modules are called one by one
     forward: int
     backward: int  # of the scan's passes, for their own use
 
@@ -105,19 +110,21 @@ def _scan_buffers(ops: Operations, shape: Mamba1) -> _Buffers:
     setting = ops.setting
     plain_dt = not (setting.quantised or setting.adapts("mixer.dt_proj"))  # else that module adds its bias itself
     casts = 0 if setting.width == FP32 else (1 + plain_dt) * shape.inner * FP32  # D and the dt bias
-    each = shape.inner * shape.state * FP32
-    borders = setting.micro_batch * -(-setting.sequence // TIGHTFIT_BORDER) * each
-    forward, backward = (
-        cut_scan(setting.micro_batch, shape.inner, setting.sequence, shape.state, backward=way) for way in (False, True)
-    )
-    packed = setting.micro_batch * setting.sequence * 2 * forward.wide * FP32
-    scratch = backward.programs * (TIGHTFIT_BORDER // TIGHTFIT_STEPS) * TIGHTFIT_BACKWARD[0] * FP32
+    each, batch = shape.inner * shape.state * FP32, setting.micro_batch
+    borders = batch * -(-setting.sequence // TIGHTFIT_BORDER) * each
+    cuda = setting.width != FP32 and shape.state == CUDA_STATES and shape.inner % CUDA_CHANNELS == 0
+    sizes = batch, shape.inner, setting.sequence
+    forward = cut_scan(*sizes, shape.state, backward=False)
+    backward = cut_cuda_scan(*sizes) if cuda else cut_scan(*sizes, shape.state, backward=True)
+    packed = batch * setting.sequence * 2 * forward.wide * FP32
+    rates = each + (2 * shape.inner * FP32 if cuda else 0)  # and D and the bias beside them
+    scratch = 0 if cuda else backward.programs * (TIGHTFIT_BORDER // TIGHTFIT_STEPS) * TIGHTFIT_BACKWARD[0] * FP32
     # Of each segment the state that it begins with; backward, what is wanted of its last, and a part of A's gradient.
     return _Buffers(
         borders=borders,
         parameters=each + casts,
-        forward=packed + setting.micro_batch * forward.slots * each,
-        backward=packed + scratch + backward.sums + 2 * setting.micro_batch * backward.slots * each,
+        forward=packed + each + batch * forward.slots * each,
+        backward=packed + rates + scratch + backward.sums + 2 * batch * backward.slots * each,
     )
 
 
@@ -143,17 +150,27 @@ def cut_scan(batch: int, channels: int, length: int, states: int, *, backward: b
     return ScanCut(wide=wide, slots=-(-segments // 4) * 4, programs=part * segments * batch, sums=part * one)
 
 
+def cut_cuda_scan(batch: int, channels: int, length: int) -> ScanCut:
+    """Likewise `Cut` in mamba/cuda_scan.py, of the backward pass."""
+    tiles, borders = channels // CUDA_CHANNELS, -(-length // TIGHTFIT_BORDER)
+    wanted = 1 if batch * tiles >= CUDA_UNCUT else max(1, CUDA_PROGRAMS // (batch * tiles))
+    segments = -(-borders // -(-borders // min(wanted, borders)))
+    sums = tiles * batch * -(-length // TIGHTFIT_STEPS) * TIGHTFIT_STEPS * 2 * CUDA_STATES * FP32
+    return ScanCut(wide=CUDA_STATES, slots=segments, programs=tiles * segments * batch, sums=sums)
+
+
 def _modules(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
     """The same with every module called; the mixer's own weights are frozen."""
     tape, wide = ops.tape, ops.size(shape.inner)
     x, gate = tape.split(xz, (wide, wide))
-    u = tape.op((x,), wide, saves=(x,))
+    u = tape.op((x,), wide, saves=(x,), part="mixer")
     x_dbl, low, b, c = _project(ops, u, shape)
     delta = ops.linear(low, "mixer.dt_proj", shape.inner, shape.dt_rank)
     buffers = _scan_buffers(ops, shape)
     read, makes = (u, delta, b, c, gate), (buffers.borders, buffers.parameters)
     forward, backward = buffers.forward, buffers.backward
-    out = tape.op(read, wide, saves=read, makes=makes, forward_temp=forward, backward_temp=backward)
+    facts: dict[str, Any] = {"forward_temp": forward, "backward_temp": backward, "part": "mixer"}
+    out = tape.op(read, wide, saves=read, makes=makes, **facts)
     tape.hold(xz, u, x_dbl, low, b, c, delta)
     return ops.linear(out, "mixer.out_proj", hidden, shape.inner)
 
@@ -193,7 +210,7 @@ def _project(ops: Operations, u: Slot, shape: Mamba1) -> tuple[Slot, Slot, Slot,
     low, b, c = ops.tape.split(x_dbl, tuple([ops.size(width) for width in widths]))
     if shape.normed_bcdt:
         low, b, c = (
-            ops.norm(part, width, "rms", trains=False) for part, width in zip((low, b, c), widths, strict=True)
+            ops.norm_by_torch(part, width, "rms", trains=False) for part, width in zip((low, b, c), widths, strict=True)
         )
     return x_dbl, low, b, c
 

@@ -22,9 +22,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tightfit.memory.selection import Place
+
 Access = Literal["plain", "cast", "rows", "parts"]
 """How an operation's kernels go through memory, which decides how fast: element by element, with another width, summing
 rows up, or over parts of rows that lie apart."""
+Part = Place | Literal["elementwise", "random"]
+"""What computes: a product or a kernel of a part of the layer, elementwise work, or random numbers."""
 Turn = tuple[int, int, int]
 """Of one module: what is held when it is called, the most while it runs, and the most from then to the next call."""
 Turns = tuple[tuple[Turn, ...], tuple[Turn, ...], tuple[Turn, ...]]
@@ -61,12 +65,20 @@ class Op:
     grad_sizes: tuple[int, ...] | None = None  # gradients of the inputs where they are not as large as the inputs
     product: bool = False
     """A matrix product or a kernel around one: the arithmetic is its time, its bytes pass meanwhile."""
+    part: Part = "elementwise"
+    sums: Part | None = None  # adds an adapter's product to that of the module, which is of this part
+    weighs: bool = False  # times a parameter: what it saves is for the gradient of that alone
+    rows: int = 0
+    """Maxima and sums of its rows, from which compiled code makes its output again (softmax)."""
+    inner: int = 0
+    """What its forward and its backward both compute, in fp32 (the tangent of a GELU); for compiled code."""
     access: Access = "plain"
     again: int = 0
     """Bytes that pass through memory in its forward beyond its inputs, its outputs and its temporaries twice."""
     again_back: int = 0  # likewise in its backward
-    fused: bool | None = None
-    """Whether it begins (True) or continues (False) what one kernel of Liger's computes; None: no such kernel does."""
+    fused: bool = False
+    """One kernel of Liger's: each pass reads what there is and writes what comes of it once."""
+    overwrites: bool = False  # the gradients of its inputs are written over what it keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +136,11 @@ class Tape:
         self.ops.append(Op(inputs, (output,), kept, extra, added, weight_grad=weight_grad, **facts))
         return output
 
-    def view(self, x: Slot, *, size: int | None = None, copies_grad: bool = False) -> Slot:
-        """Another look at the same storage. `copies_grad`: on the way back a fresh tensor as large as x."""
+    def view(self, x: Slot, *, size: int | None = None, copies_grad: bool = False, fused: bool = False) -> Slot:
+        """Another look at the same storage. `copies_grad`: on the way back a fresh tensor as large as x. `fused`: a
+        kernel of Liger's has changed it in place."""
         output = Slot(x.size if size is None else size, x.grad, x)
-        self.ops.append(Op((x,), (output,), passes=not copies_grad, access="parts"))
+        self.ops.append(Op((x,), (output,), passes=not copies_grad, access="plain" if fused else "parts", fused=fused))
         return output
 
     def split(self, x: Slot, sizes: tuple[int, ...]) -> tuple[Slot, ...]:
@@ -140,20 +153,25 @@ class Tape:
         """A module has run: all operations from the one with this number on were its own."""
         self.calls.append((name, since, len(self.ops)))
 
-    def fuse(self, since: int) -> None:
-        """One kernel of Liger's computes all operations from the one with this number on."""
-        for number, op in enumerate(self.ops[since:]):
-            op.fused = number == 0
-
     def hold(self, *slots: Slot) -> None:
         """A Python variable keeps these until here, though no operation needs them any more."""
         self.ops.append(Op(slots, ()))
 
 
-def measure(tape: Tape, layer_input: Slot, layer_output: Slot, *, stops: bool = True) -> LayerCost:
+def measure(
+    tape: Tape,
+    layer_input: Slot,
+    layer_output: Slot,
+    *,
+    stops: bool = True,
+    handed: Mapping[int, Slot] | None = None,
+) -> LayerCost:
     """Walk the tape. The layer's input is not counted, unless some operation keeps it. `stops`: a recomputation ends
-    with the last tensor that is kept."""
+    with the last tensor that is kept. `handed`: what is kept from the first pass and handed to the second where it was
+    made; then that is `saved`, and beside the layer's input."""
     kept = {id(slot): slot for op in tape.ops for slot in op.saves}
+    if handed is not None:
+        return _measure_handed(tape, (layer_input, layer_output), kept, handed)
     saved = sum([slot.size for slot in kept.values()])
     forward, again, turns = _walk_forward(tape, kept, layer_input, layer_output)
     unsaved, _, unsaved_turns = _walk_forward(tape, {}, layer_input, layer_output)
@@ -169,6 +187,38 @@ def measure(tape: Tape, layer_input: Slot, layer_output: Slot, *, stops: bool = 
     return _walk_back(tape, so_far, layer_input, layer_output)
 
 
+def _measure_handed(
+    tape: Tape, ends: tuple[Slot, Slot], kept: Mapping[int, Slot], handed: Mapping[int, Slot]
+) -> LayerCost:
+    first, _, first_turns = _walk_forward(tape, handed, *ends)
+    _, again, turns = _walk_forward(tape, kept, *ends, handed)
+    modules = tuple([name for name, _, _ in tape.calls])
+    whole = sum([slot.size for slot in kept.values()])
+    so_far = LayerCost(whole, ends[1].size, again, first, again, modules=modules, turns=(turns, first_turns, ()))
+    cost = _walk_back(tape, so_far, *ends)
+    own = ends[0].size if id(ends[0]) in kept else 0
+    return replace(
+        cost,
+        saved=sum([slot.size for slot in handed.values()]),
+        forward=again - own,
+        recompute=again - own,
+        backward=cost.backward - own,
+        backward_kept=cost.backward_kept - own,
+    )
+
+
+def _skip(ops: list[Op], kept: Mapping[int, Slot], handed: Mapping[int, Slot]) -> set[int]:
+    """The numbers of operations that do not run again, since what they make is handed in, or nobody needs it."""
+    wanted, skipped = set(kept), set[int]()
+    for i in range(len(ops) - 1, -1, -1):
+        made = {id(slot.storage) for slot in (*ops[i].outputs, *ops[i].makes)}
+        if made & wanted - set(handed):
+            wanted.update([id(slot.storage) for slot in ops[i].inputs])
+        elif made:
+            skipped.add(i)
+    return skipped
+
+
 def _runs_again(ops: list[Op]) -> int:
     """How many operations a recomputation runs. Non-reentrant checkpointing raises out of the forward when the last
     kept tensor has been packed; inputs are packed before their operation runs, outputs after it."""
@@ -181,16 +231,26 @@ def _runs_again(ops: list[Op]) -> int:
 
 
 def _walk_forward(
-    tape: Tape, kept: Mapping[int, Slot], layer_input: Slot, layer_output: Slot
+    tape: Tape,
+    kept: Mapping[int, Slot],
+    layer_input: Slot,
+    layer_output: Slot,
+    handed: Mapping[int, Slot] | None = None,
 ) -> tuple[int, int, tuple[Turn, ...]]:
-    """The most that is held, the most of the part that a recomputation runs, and the turns."""
+    """The most that is held, the most of the part that a recomputation runs, and the turns. `handed`: see `measure`."""
     ops, uses = tape.ops, dict[int, int]()
     for op in ops:
         for slot in op.inputs:
             key = id(slot.storage)
             uses[key] = uses.get(key, 0) + 1
     held = {id(layer_input.storage), id(layer_output.storage), *kept}
-    live = peak = again = most = layer_input.size if id(layer_input) in kept else 0
+    live = layer_input.size if id(layer_input) in kept else 0
+    skipped: set[int] = set()
+    if handed:
+        live += sum([slot.size for slot in handed.values()])
+        skipped = _skip(ops, kept, handed)
+    absent = {id(slot) for i in skipped for slot in ops[i].outputs if handed and id(slot) not in handed}
+    peak = again = most = live
     stop = _runs_again(ops)
     borders = [border for _, since, until in tape.calls for border in (since, until)]
     passed: list[int] = []
@@ -209,16 +269,19 @@ def _walk_forward(
             born += op.makes
         if op.keeps:
             born += [slot for slot in op.keeps if id(slot) in kept]
+        temp = op.forward_temp
+        if i in skipped:
+            born, temp = [], 0
         for slot in born:
             live += slot.size
-        if live + op.forward_temp > most:
-            most = live + op.forward_temp
+        if live + temp > most:
+            most = live + temp
             if most > peak:
                 peak = most
         for slot in op.inputs:
             key = id(slot.storage)
             uses[key] -= 1
-            if uses[key] == 0 and key not in held:
+            if uses[key] == 0 and key not in held and key not in absent:
                 live -= slot.storage.size
         for slot in born:
             key = id(slot)
@@ -235,6 +298,7 @@ class _Gradient:
 
     size: int
     owners: int = 1
+    is_view: bool = False  # of the matrix that a product put out
 
 
 def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: Slot) -> LayerCost:
@@ -261,16 +325,16 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
         arrived = [gradients.pop(id(slot)) for slot in op.outputs if id(slot) in gradients]
         if not arrived:
             continue
-        fresh, arriving, copied = _spread(op, arrived[0], gradients)
+        fresh, arriving, copied, joined = _spread(op, arrived[0], gradients)
         live += fresh
-        now = live + arriving + op.backward_temp + op.weight_grad
+        now = live + arriving + op.backward_temp + op.weight_grad - (fresh if op.overwrites else 0)
         before = weight_grads
         for slot in op.saves:
             keepers[id(slot)] -= 1
             if keepers[id(slot)] == 0:
                 live -= slot.size
         live += copied
-        adding = live + arriving
+        adding = live + arriving + joined
         for gradient in arrived:
             gradient.owners -= 1
             if gradient.owners == 0:
@@ -297,10 +361,11 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
     )
 
 
-def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tuple[int, int, int]:
-    """Hand gradients to the inputs: bytes that stay, bytes that are added to what is there, copies made for it. A
-    second gradient is added in place, unless the first is still somebody else's too."""
-    fresh = arriving = copied = 0
+def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tuple[int, int, int, int]:
+    """Hand gradients to the inputs: bytes that stay, bytes that are added to what is there, copies made for it, and
+    sums for which the first is freed. A second gradient is added in place, unless the first is still somebody else's
+    too, or a view: autograd adds to no storage that was handed on as another tensor."""
+    fresh = arriving = copied = joined = 0
     sizes = op.grad_sizes
     for i, slot in enumerate(op.inputs):
         if not slot.grad:
@@ -312,7 +377,7 @@ def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tup
                 gradient.owners += 1
             else:
                 size = sizes[i] if sizes else slot.size
-                gradients[id(slot)] = _Gradient(size)
+                gradients[id(slot)] = _Gradient(size, is_view=op.product)
                 fresh += size
             continue
         if not op.passes:
@@ -322,4 +387,7 @@ def _spread(op: Op, gradient: _Gradient, gradients: dict[int, _Gradient]) -> tup
             have.owners -= 1
             gradients[id(slot)] = _Gradient(have.size)
             copied += have.size
-    return fresh, arriving, copied
+        elif have.is_view:
+            have.is_view = False
+            joined += have.size
+    return fresh, arriving, copied, joined

@@ -7,7 +7,8 @@ backward pass begins, and after it.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from tightfit.memory import host, overhead, zero3
@@ -51,7 +52,7 @@ class Floor(NamedTuple):
     loss: int
     top: int
     after: int  # when the last gradients leave, or at the optimizer's step: the same at every depth
-    curve: Curve
+    curves: Callable[[tuple[str, ...]], Curve]  # by what is selected
     gathered_loss: int  # zeRO-3: whole at the loss, and at the top; as long as no more than `settled` layers recompute
     gathered_top: int
     settled: int
@@ -59,14 +60,14 @@ class Floor(NamedTuple):
     def held(self, depth: Checkpointing) -> tuple[int, int]:
         """At the loss, and when the top layer's backward pass begins. It falls with every layer that recomputes, after
         the first. The moment at the top is left out where the top layer recomputes as well."""
-        curve = self.curve
+        curve = self.curves(depth.select)
         layers = len(curve.kept) - 1 if depth.layers is None else depth.layers
         shared = curve.shared[layers]
         if depth.offload:
             return self.loss + shared, 0
         at_loss, at_top = self.loss + curve.kept[layers] + shared, 0
         if curve.top is not None and layers < len(curve.kept) - 1:
-            at_top = self.top + curve.below_top[layers] + curve.top + shared
+            at_top = self.top + curve.below_top[layers] + curve.top[layers] + shared
         if layers <= self.settled:
             return at_loss + self.gathered_loss, at_top + self.gathered_top
         return at_loss, at_top
@@ -103,11 +104,11 @@ class Scale:
         job, engine = self.job, self.engine
         loss, top = sum(engine.at_the_loss(job).values()), sum(engine.at_the_top(job).values())
         after = max(sum(engine.at_the_end(job).values()), sum(engine.step(job).values()))
-        curve = curve_of(self.shape, job.acts.setting, self.levers.frozen_layers)
+        curves = partial(curve_of, self.shape, job.acts.setting, self.levers.frozen_layers)
         if self.levers.stage != 3:
-            return Floor(loss, top, after, curve, 0, 0, -1)
+            return Floor(loss, top, after, curves, 0, 0, -1)
         whole, width = zero3.settle_for(job), job.weights.width
-        return Floor(loss, top, after, curve, whole.loss * width, whole.top * width, whole.layers)
+        return Floor(loss, top, after, curves, whole.loss * width, whole.top * width, whole.layers)
 
     def steady(self, depth: Checkpointing) -> Steady:
         if depth.offload not in self._steady:

@@ -40,7 +40,10 @@ def at_the_end(job: MemoryJob) -> Components:
 
 
 def _ends(job: MemoryJob) -> Components:
-    weights = job.weights
+    """Our worker's single rank has nothing to reduce, and in 16 bits leaves the buffer out."""
+    weights, levers = job.weights, job.levers
+    if job.world == 1 and levers.trainer == "tightfit" and levers.precision != "fp32":
+        return {"gradients": _grads(job)}
     bucket = min(weights.trainable_numel, ALLREDUCE_ELEMENTS + weights.largest_trainable) * weights.trainable_width
     return {"gradients": _grads(job), "buckets": bucket}
 

@@ -109,15 +109,17 @@ def _backward(job: MemoryJob) -> Components:
     if job.levers.trains == "embeddings":
         return _backward_to_the_embedding(job)
     acts, levers, bucket, earlier = job.acts, job.levers, _bucket(job), _earlier(job)
-    if levers.engine == "zero1":
+    if not _leave_at_once(job):
         peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, earlier)
         beside: Components = {"buckets": bucket}
     else:
-        numel = partition(job.weights, job.world).numel
-        owners = Owners(job.weights.trainable_numel, numel) if numel else None
+        # Stage 1 reduces a whole bucket where it lies; stage 2 cuts it by owner.
+        every, numel = job.weights.trainable_numel, partition(job.weights, job.world).numel
+        owners = Owners(every, every if levers.engine == "zero1" else numel) if numel else None
         elements = levers.buckets.reduce_bucket
         peak = peak_with_buckets(acts, elements, job.tied_grad, job.embedding_grad, None, 0, owners)
-        beside = {"gradients": earlier, "buckets": bucket}
+        head = acts.head.head_grad + acts.head.fused_grad
+        beside = {"gradients": earlier + (head if head in _oversized(job) else 0), "buckets": bucket}
     inside = combine(peak.components(acts.shared), beside)
     return worst(_first_gradient(job, bucket, earlier), inside, _ends(job))
 
@@ -128,9 +130,25 @@ def at_the_end(job: MemoryJob) -> Components:
 
 def _ends(job: MemoryJob) -> Components:
     """All gradients are there, and leave through the bucket."""
-    left = _emptying(job) if job.levers.engine == "zero1" else _own_grads(job) + _earlier(job)
+    left = _own_grads(job) + _earlier(job) + sum(_oversized(job)) if _leave_at_once(job) else _emptying(job)
     ends: Components = {"gradients": left, "buckets": _bucket(job)}
     return worst(ends, _leaving(job)) if job.levers.offload_optimizer != "none" else ends
+
+
+def _leave_at_once(job: MemoryJob) -> bool:
+    """Whether gradients leave through the bucket as they come. Stage 1 watches them where communication overlaps
+    (`create_gradient_handling_hooks`), and reduces those of the last micro batch alone."""
+    buckets, levers = job.levers.buckets, job.levers
+    overlaps = bool(buckets.overlap_comm) and buckets.contiguous_gradients and levers.accumulation == 1
+    return levers.engine != "zero1" or overlaps
+
+
+def _oversized(job: MemoryJob) -> list[int]:
+    """Gradients larger than the bucket, which stage 1 leaves in their own memory until the step. In bytes."""
+    weights, room = job.weights, job.levers.buckets.reduce_bucket
+    if job.levers.engine != "zero1" or job.levers.offload_optimizer != "none":
+        return []
+    return [numel * weights.trainable_width for numel in weights.trainable if numel > room]
 
 
 def _leaving(job: MemoryJob) -> Components:

@@ -9,8 +9,9 @@ middle, so there the host's time and the GPU's add up.
 Each rate may be off by its spread (`rates.py`); a pace tells what each of them leaves open, and its range is all of it
 together.
 
-`rates.py` holds every constant with its source, `work.py` what a layer computes, and all of them together,
-`engines.py` what each engine adds. `clock.py` has the times of many ways at once.
+`rates.py` holds every constant with its source, `work.py` what a layer computes, and all of them together, `graph.py`
+what a compiled one moves, `engines.py` what each engine adds. `clock.py` has the times of many ways at once, and
+`warm_up.py` what compiling takes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from math import hypot
 from tightfit.pace import engines
 from tightfit.pace.clock import Clock, KernelChoice
 from tightfit.pace.rates import Rates, assumptions, find_model_spread, know_rates, rates_of, slow_down
+from tightfit.pace.warm_up import warm_up_s
 from tightfit.pace.work import passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
@@ -54,6 +56,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
         high_s=step_s * (1 + apart),
         rates=dict(sorted(used.items(), key=lambda item: -item[1].open_s)),
         because=assumptions(hardware, levers),
+        warm_up_s=warm_up_s(shape, levers, rates.launch),
     )
 
 

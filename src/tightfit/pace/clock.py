@@ -1,8 +1,8 @@
 """Step times of many ways at once, as a search asks for them: at every depth of checkpointing.
 
-The ways of one strategy differ in micro batch, loss, kernels and buckets. What the computation takes does not depend
-on the buckets, and what is communicated depends on nothing else, so each is worked out once and only their meeting is
-priced for every way.
+The ways of one strategy differ in micro batch, loss, kernels, buckets, and in what of a layer recomputes. What the
+computation takes does not depend on the buckets, and what is communicated depends on nothing else, so each is worked
+out once and only their meeting is priced for every way.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 from tightfit.memory.activations import setting_of
 from tightfit.pace import engines
 from tightfit.pace.engines import PassTimes, Traffic
-from tightfit.pace.rates import CHECKPOINTED_LAYER_S, rates_of
-from tightfit.pace.work import frozen_of, layer_time, least_products_s, passes_of
+from tightfit.pace.rates import rates_of
+from tightfit.pace.work import ELEMENTWISE, Again, frozen_of, layer_time, least_products_s, passes_of, recompute_time
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
 
-Computed = tuple[int, str, str, str]
-"""What decides the computation within a strategy: micro batch, loss, attention, scan."""
+Computed = tuple[int, str, str, str, str, str]
+"""What decides the computation within a strategy: micro batch, loss, attention, scan, compile, kernels."""
 
 
 class KernelChoice(NamedTuple):
@@ -43,12 +43,11 @@ class Clock:
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
         self._traffic: dict[Buckets, Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}
-        self._back: dict[tuple[Computed, float, float, float], tuple[list[float], list[float]]] = {}
+        self._back: dict[_BackKey, tuple[list[float], list[float]]] = {}
 
     def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
-        """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all.
-
-        Layer inputs stay on the GPU, whatever `rest.checkpointing` says.
+        """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, each with the parts that
+        `rest.checkpointing` selects. Layer inputs stay on the GPU, whatever that says.
         """
         computed = _computing_key(rest, choice)
         passes = self._passes.get(computed) or self._passes_of(rest, choice)
@@ -58,8 +57,8 @@ class Clock:
         fixed += traffic.reductions(micro_batches) * traffic.to_host
         if not traffic.overlaps:
             fixed += traffic.reductions(micro_batches) * traffic.reduced
-        moved = traffic.copied, traffic.copied_back, traffic.host
-        busy, net = self._back.get((computed, *moved)) or self._backward(rest, choice)
+        key = computed, rest.checkpointing.select, traffic.copied, traffic.copied_back, traffic.host
+        busy, net = self._back.get(key) or self._backward(rest, choice, key)
         waited = traffic.waited_back(micro_batches)
         hidden = bisect_right(busy, traffic.hidden_s)  # a deeper pass is longer
         most = waited(busy[-1])
@@ -69,7 +68,7 @@ class Clock:
     def least_s(self, sequences: int) -> float:
         """So many sequences take no less on one GPU, in whatever micro batches; rounded down a little, since it is
         compared with what was summed up otherwise."""
-        setting = setting_of(replace(self.strategy, micro_batch=sequences), self.hardware.gpu)
+        setting = setting_of(replace(self.strategy, micro_batch=sequences), self.hardware.gpu, self.shape.model_type)
         return least_products_s(self.shape, setting, self.rates.card, frozen_of(self.strategy)) * (1 - 1e-9)
 
     def own_s(self, rest: Levers, choice: KernelChoice) -> float:
@@ -93,23 +92,29 @@ class Clock:
             self._passes[key] = passes_of(self.shape, levers, self.hardware.gpu, self.rates, recomputing=0)
         return self._passes[key]
 
-    def _backward(self, rest: Levers, choice: KernelChoice) -> tuple[list[float], list[float]]:
+    def _backward(self, rest: Levers, choice: KernelChoice, key: _BackKey) -> tuple[list[float], list[float]]:
         """Seconds of one backward pass at every depth, those of the GPU or of the host, whichever takes longer; and the
         same less what launches are ahead."""
         passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(choice.buckets), choice.over(rest)
         shape, frozen = self.shape, frozen_of(levers)
-        setting = setting_of(levers, self.hardware.gpu)
+        setting = setting_of(levers, self.hardware.gpu, self.shape.model_type)
         layers = [layer_time(block, shape.hidden_size, setting, self.rates.card) for block in shape.blocks]
-        again = [
-            (
-                passes.throttle * layer.products + layer.traffic + layer.unpacking,
-                self.rates.launch * (layer.host + CHECKPOINTED_LAYER_S + engines.hooks(levers, layer.modules)),
-            )
-            for layer in layers
-        ]
         gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
-        each, lead = traffic.host / shape.n_layers, passes.lead(traffic)
+        each, lead = 0.0 if engines.gathers_once(levers) else traffic.host / shape.n_layers, passes.lead(traffic)
         busy, net = [max(gpu, host)], [max(gpu, host - lead)]
+        again: list[tuple[float, float]] = []
+        for kind, layer in enumerate(layers):
+            once, light = recompute_time(layer, rest.checkpointing.select), Again(0.0, 0.0, 0.0)
+            if layer.fused_again is not None:
+                light, count = recompute_time(layer, ELEMENTWISE), shape.pattern[frozen:].count(kind)
+                gpu += count * light.others
+                host += count * self.rates.launch * light.host
+            again.append(
+                (
+                    passes.throttle * once.products + once.others - light.others,
+                    self.rates.launch * (once.host - light.host + engines.hooks(levers, layer.modules)),
+                )
+            )
         for index, kind in enumerate(shape.pattern):
             host += each
             if index >= frozen:
@@ -117,9 +122,12 @@ class Clock:
                 host += again[kind][1]
             busy.append(gpu if gpu > host else host)
             net.append(gpu if gpu > host - lead else host - lead)
-        self._back[_computing_key(rest, choice), traffic.copied, traffic.copied_back, traffic.host] = busy, net
+        self._back[key] = busy, net
         return busy, net
 
 
 def _computing_key(rest: Levers, choice: KernelChoice) -> Computed:
-    return rest.micro_batch, rest.loss, choice.attention, choice.scan
+    return rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels
+
+
+_BackKey = tuple[Computed, tuple[str, ...], float, float, float]

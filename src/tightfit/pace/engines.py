@@ -21,7 +21,7 @@ from tightfit.memory.activations import activations
 from tightfit.memory.optimizers import state_bytes
 from tightfit.pace import rates as constants
 from tightfit.pace.rates import Rates
-from tightfit.types import Hardware, Levers, ModelShape
+from tightfit.types import DDP, Hardware, Levers, ModelShape
 
 FP32 = 4
 STEP_BYTES = 44
@@ -159,6 +159,11 @@ def hooks(levers: Levers, modules: int) -> float:
     return modules * constants.MODULE_HOOKS_S if levers.stage == 3 else 0.0
 
 
+def gathers_once(levers: Levers) -> bool:
+    """Whether a layer that recomputes does so within its backward; otherwise that is one more call, with its hooks."""
+    return levers.compile == "layers" and not levers.checkpointing.offload
+
+
 @lru_cache(maxsize=1024)
 def _count_tensors_to_gather(shape: ModelShape, threshold: int) -> int:
     return sum(1 for tensor in shape.tensors if tensor.numel > threshold)
@@ -172,15 +177,19 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     memory, launch = rates.card.memory, rates.launch
     # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
     # every group out for its collectives and back, where ZeRO copies gradients into buckets.
-    gathers, copied, copied_back = 0, 0.0, 2 * trained / memory
+    gathers, copied, copied_back = 0, 0.0, 0.0 if levers.engine == DDP else 2 * trained / memory
+    guards = 0.0
     gather_s = constants.GATHER_S + (constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0)
     if levers.is_fsdp2:
         gathers, gather_s = shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
         copied, copied_back = 2 * weights.bytes / memory, (2 * weights.bytes + 3 * trained) / memory
+        if levers.compile == "layers":
+            adapters = 0 if levers.method == "full" else len(weights.trainable)
+            guards = launch * constants.SHARD_GUARD_S * (len(shape.tensors) + adapters)
     elif sharded:
         gathers = _count_tensors_to_gather(shape, levers.buckets.persistence_threshold)
     whole = weights.bytes if sharded else 0
-    gradients = weights.trainable_numel * (FP32 if levers.is_fsdp2 else weights.trainable_width)
+    gradients = weights.trainable_numel * (weights.trainable_width if levers.uses_deepspeed else FP32)
     buckets = max(1, -(-weights.trainable_numel // levers.buckets.reduce_bucket))
     # `overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it.
     overlaps = levers.is_fsdp2
@@ -207,8 +216,8 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
         from_host=link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0),
         to_host=to_host,
         kept_out=link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0,
-        host=host,
-        host_back=host * (1 + (1.0 if again is None else again / shape.n_layers)),  # a recomputation is one more
+        host=host + guards,
+        host_back=host * (1 + (1.0 if again is None else again / shape.n_layers) * (not gathers_once(levers))),
     )
 
 
@@ -243,7 +252,7 @@ class _Links:
 def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> StepTime:
     weights = weights_of.of(shape, levers)
     link = _Links(hardware, rates, rehearsal)
-    world = hardware.world if levers.engine != "zero0" else 1
+    world = 1 if levers.shards_nothing else hardware.world
     numel = -(-weights.trainable_numel // world)
     launches = len(weights.trainable) * rates.launch * constants.STEP_PARAMETER_S[levers.engine]
     if levers.offload_optimizer == "none":

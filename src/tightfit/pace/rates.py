@@ -67,10 +67,17 @@ CASTING_BYTES_PER_S = 2.1e12
 """Casts between 16 and 32 bits on an H200, whose memory is faster than its kernels: bound by instructions. Measured."""
 SOFTMAX_BYTES_PER_S = 2.0e12
 """Likewise the softmax of a vocabulary, forward. Measured."""
+LOSS_BYTES_PER_S = 3.2e12
+"""Likewise the fused loss's kernel, which reads logits twice and writes them once. Measured."""
+CAPPED_LOSS_BYTES_PER_S = 2.05e12
+"""The same with a soft cap. Measured."""
 REDUCING_BYTES_PER_S = 2.5e12
 """Likewise means over rows. Measured."""
 STRIDED_BYTES_PER_S = 1.05e12
 """Likewise kernels over parts of rows: rotary embedding, joining. Measured."""
+FUSED_SHARE = 0.88
+"""Of what a copy reaches, what the kernels reach that torch.compile makes of elementwise work and sums over rows.
+Measured in the layers of four models: 3.3-4.2 of 4.1 TB/s forward, 3.1-4.0 backward."""
 CLOCKS_OF_H200 = 989.4e12 / 4096
 """Multiprocessors times clock, to which those limits are proportional."""
 FLOPS_PER_CLOCK = {
@@ -92,7 +99,7 @@ FP32_ELSEWHERE = 2
 
 SCAN_STEPS_PER_S = {"official": 8e11, "tightfit": 1.1e12}
 """States times tokens times channels a second of a selective scan, forward. Measured."""
-SCAN_STEPS_BACK_PER_S = {"official": 2.15e11, "tightfit": 2.9e11}
+SCAN_STEPS_BACK_PER_S = {"official": 2.15e11, "tightfit": 4.0e11}
 """Likewise backward. Measured. They are bound by exponentials, of which cards do about equally many."""
 TORCH_SCAN_S_PER_TOKEN = 0.32e-3
 """Of one layer, one pass and one position without a scan kernel, whatever the batch. Measured on two models."""
@@ -113,10 +120,24 @@ LAUNCHES_ELSEWHERE = 0.5
 512 tokens, where launches are all, Qwen's README has 1.7-2.6 times the measured host's pace on A100s."""
 CHECKPOINTED_LAYER_S = 0.5e-3
 """What checkpointing itself adds to a layer that runs again. Measured."""
+CHOSEN_OPERATION_S = 70e-6
+"""What torch's selective checkpointing adds to one operation of a layer that is not compiled, each time it runs: it
+asks in Python whether its result is kept. Measured on one model."""
+COMPILED_CALL_S = 0.75e-3
+"""A compiled layer's forward beside its launches: guards, and the wrapper that autograd sees. Measured on four models,
+as what follows."""
+COMPILED_BACK_S = 1.2e-3
+"""Likewise its backward."""
+COMPILED_AGAIN_S = 0.9e-3
+"""What both of them take more where recomputation is a part of the code."""
+COMPILED_KERNEL_S = 15e-6
+"""Each product, kernel or fused group of a compiled layer."""
 SCAN_OPERATIONS = 11
 """Operations inside the fused Mamba function, which stands once on the tape. Counted."""
 CHUNK_OPERATIONS = 12
-"""Operations of the fused loss for each chunk. Counted."""
+"""Operations of the fused loss for each chunk, in torch. Counted."""
+KERNEL_CHUNK_OPERATIONS = 6
+"""The same with the kernel. Counted."""
 PACKED_LINEAR_S = 0.26e-3
 """What bitsandbytes adds to one 4-bit linear layer, each pass. Measured."""
 MODULE_HOOKS_S = 0.44e-3
@@ -127,12 +148,25 @@ FETCH_FROM_HOST_S = 0.25e-3
 """What the fetch adds where the shard waits on the host, its bytes apart. Measured."""
 SHARD_GROUP_S = 1.2e-3
 """FSDP2's work around one group, each pass. Measured."""
-STEP_PARAMETER_S = {"zero0": 145e-6, "zero1": 90e-6, "zero2": 90e-6, "zero3": 100e-6, "fsdp2": 80e-6}
+SHARD_GUARD_S = 45e-6
+"""What a compiled layer checks more for each of its parameters where FSDP2 has gathered it, forward. Measured on two
+models."""
+STEP_PARAMETER_S = {"ddp": 20e-6, "zero0": 145e-6, "zero1": 90e-6, "zero2": 90e-6, "zero3": 100e-6, "fsdp2": 80e-6}
 """The optimizer step's work for each trainable tensor. Measured."""
 OFFLOADED_GRADIENT_S = {"zero1": 0.4e-3, "zero2": 0.4e-3, "zero3": 0.2e-3, "fsdp2": 0.0}
 """The copy of one gradient to the host, its bytes apart. Measured."""
 HEAD_OPERATIONS = 30
 """Operations of embedding, final norm, head and loss. Counted."""
+
+# --- compiling ------------------------------------------------------------------------------------
+
+COMPILE_START_S = 4.0
+"""What the first compilation of a process takes more than others: the compiler is loaded, and its workers start.
+Measured, as what follows, on the layers of four models, with and without adapters."""
+COMPILE_CODE_S = 1.8
+"""Each kind of layer, forward and backward."""
+COMPILE_PRODUCT_S = 0.2
+"""Each linear layer in it; an adapter is two more."""
 
 # --- the host -----------------------------------------------------------------------------------
 
@@ -190,6 +224,8 @@ class Card(NamedTuple):
     memory: float  # bytes/s of its own memory
     casting: float
     softmax: float
+    loss: float
+    capped_loss: float
     reducing: float
     strided: float
     kernel_start_s: float
@@ -214,7 +250,7 @@ class Rates(NamedTuple):
 GROUPS = {
     "products": ("products", "product_start_s"),
     "attention": ("flash", "cudnn", "efficient", "masked_cudnn", "masked_efficient"),
-    "memory": ("memory", "casting", "softmax", "reducing", "strided", "kernel_start_s"),
+    "memory": ("memory", "casting", "softmax", "loss", "capped_loss", "reducing", "strided", "kernel_start_s"),
     "unpacking": ("unpacking",),
     "launch": ("launch",),
     "host_link": ("host_link",),
@@ -382,6 +418,8 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
         memory=memory,
         casting=min(memory, found.take("memory_cast", "memory", CASTING_BYTES_PER_S * clocks)),
         softmax=min(memory, SOFTMAX_BYTES_PER_S * clocks),
+        loss=min(memory, LOSS_BYTES_PER_S * clocks),
+        capped_loss=min(memory, CAPPED_LOSS_BYTES_PER_S * clocks),
         reducing=min(memory, REDUCING_BYTES_PER_S * clocks),
         strided=min(memory, STRIDED_BYTES_PER_S * clocks),
         kernel_start_s=KERNEL_START_S,

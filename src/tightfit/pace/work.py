@@ -3,7 +3,10 @@
 The layer's tape, which the memory model reads for what is held, is read here for what is moved: an operation
 that is no matrix product takes as long as its tensors take to pass through the card's memory. Products take
 as long as their arithmetic, or their bytes where they are thin. A tape knows its operations but not their
-arithmetic, so products are counted from the layer's own matrices.
+arithmetic, so products are counted from the layer's own matrices. Of a compiled layer `graph.py` says what is moved.
+
+A layer that recomputes runs again as it is written, all of it. Where it is compiled, or where only some of its parts
+are chosen, just these do, with the elementwise work between them.
 """
 
 from __future__ import annotations
@@ -15,19 +18,23 @@ from typing import NamedTuple
 from tightfit.memory.activations import setting_of
 from tightfit.memory.attention import computed_keys, is_masked, kernel_of
 from tightfit.memory.layers import layer_tape
-from tightfit.memory.loss import fused_chunk_tokens
+from tightfit.memory.loss import chunk_tokens
 from tightfit.memory.operations import FP32, Setting
-from tightfit.memory.tape import Op, Slot
+from tightfit.memory.selection import place_of
+from tightfit.memory.tape import Op, Slot, Tape
 from tightfit.memory.weights import is_linear
 from tightfit.pace import engines
 from tightfit.pace import rates as constants
 from tightfit.pace.engines import PassTimes
+from tightfit.pace.graph import fuse, is_kernel
 from tightfit.pace.rates import Card, Rates
-from tightfit.types import Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
+from tightfit.types import PARTS, Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
 
 MODULES_WITHOUT_WEIGHTS = 4  # the layer itself, its mixer, its MLP and the activation
 MODULES_OF_AN_ADAPTER = 4  # PEFT's wrapper, dropout, A and B around a linear layer
 WIDE_HEAD = 128
+ELEMENTWISE = PARTS[:1]
+"""What all compiled layers recompute as soon as one recomputes anything."""
 BACKWARD_OPERATIONS = 1.0
 """Host time of an operation's backward over its forward: no Python, but twice the kernels. Measured."""
 
@@ -43,11 +50,38 @@ class LayerTime(NamedTuple):
     host: float  # what Python and the driver need to launch the forward pass
     host_back: float
     modules: int  # modules that an engine hooks
+    parts: tuple[float, ...] = ()
+    """Of `products`, those of each of `PARTS`; nobody needs the rest again. Nothing: it recomputes as a whole."""
+    scan: float = 0.0  # of `traffic`, the mixer's own kernel
+    fused_again: float | None = None  # of a compiled layer: its elementwise work once more; None: it is not compiled
+    host_again: float = 0.0  # likewise what launching that takes, and what the choice of parts costs beside it
+
+
+class Again(NamedTuple):
+    """Seconds of what runs once more in the backward pass of a layer."""
+
+    products: float
+    others: float
+    host: float
+
+
+def recompute_time(layer: LayerTime, select: tuple[str, ...], *, outside: bool = False) -> Again:
+    """`select`: the parts that do; empty: all. `outside`: around a compiled layer, not within it, as where its input
+    waits on the host."""
+    if outside or not layer.parts or (layer.fused_again is None and not select):
+        host = layer.host + constants.CHECKPOINTED_LAYER_S
+        return Again(layer.products, layer.traffic + layer.unpacking, host)
+    each = zip(PARTS, layer.parts, strict=True)
+    products = sum([seconds for part, seconds in each if not select or part in select])
+    # A scan's kernels keep what only they can read: it runs again with whatever is chosen.
+    others = layer.traffic if layer.fused_again is None else layer.fused_again + layer.scan
+    return Again(products, others + layer.unpacking * products / layer.products, layer.host_again)
 
 
 @lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> LayerTime:
-    forward, back = _products(block, setting, card)
+    products = _products(block, setting, card)
+    forward, back = sum([once for _, once, _ in products]), sum([once for _, _, once in products])
     linears = [tensor for tensor in block.tensors if is_linear(tensor)]
     if isinstance(block.mixer, Mamba1):
         modules = 5  # one fused call: of the mixer's own modules only the input projection is called
@@ -68,37 +102,71 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
             host_back=usual * BACKWARD_OPERATIONS,
             modules=modules,
         )
-    tape, _, _ = layer_tape(block, hidden, setting, True)
-    real = [op for op in tape.ops if any([slot.storage is slot for slot in op.outputs])]
+    tape, x, y = layer_tape(block, hidden, setting, True)
+    real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
     attention, attention_back = _attention(block, setting, card)
     scan, scan_back, scan_host = _scan(block, setting)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
-    launched = [op for op in real if not (setting.liger and op.fused is False)]
-    launches = len(launched) * constants.OPERATION_S + (len(linears) * constants.PACKED_LINEAR_S if packed else 0)
-    return LayerTime(
+    unpack_s = len(linears) * constants.PACKED_LINEAR_S if packed else 0.0
+    by_part = {part: sum([once for name, once, _ in products if place_of(name) == part]) for part in PARTS}
+    by_part["mixer"] += attention
+    if block.mlp is None:  # the last projection, which nothing needs again
+        by_part["out"] = 0.0
+    time = LayerTime(
         products=forward + attention,
-        traffic=sum([_forward_s(op, card, setting.liger) for op in real if not op.product]) + scan,
+        traffic=scan,
         products_back=back + attention_back,
-        traffic_back=_backward_s(tape.ops, card, setting.liger) + scan_back,
+        traffic_back=scan_back,
         unpacking=packed * setting.width / card.unpacking,
-        host=launches + scan_host,
-        host_back=launches * BACKWARD_OPERATIONS + scan_host,
+        host=unpack_s + scan_host,
+        host_back=unpack_s + scan_host,
         modules=modules,
+        parts=tuple(by_part.values()),
+        scan=scan,
+    )
+    if setting.compiled:
+        return _compile_time(time, tape, x, y, setting, card)
+    launches = len(real) * constants.OPERATION_S
+    return time._replace(
+        traffic=sum([_forward_s(op, card) for op in real if not op.product]) + scan,
+        traffic_back=_backward_s(tape.ops, card) + scan_back,
+        host=time.host + launches,
+        host_back=time.host_back + launches * BACKWARD_OPERATIONS,
+        # in both passes each operation is looked at, whether it is one that is kept
+        host_again=time.host + launches + 2 * len(real) * constants.CHOSEN_OPERATION_S,
     )
 
 
-def _forward_s(op: Op, card: Card, liger: bool) -> float:
-    """Seconds of an operation that is no product. A temporary is written and read. Liger reads and writes once for all
-    that a kernel of its own computes."""
-    if liger and op.fused is not None:
-        return 2 * op.inputs[0].size / card.memory + card.kernel_start_s if op.fused else 0.0
+def _compile_time(time: LayerTime, tape: Tape, x: Slot, y: Slot, setting: Setting, card: Card) -> LayerTime:
+    """The same layer, compiled: its products and kernels are as they were, what lies between them is moved once."""
+    moved, speed = fuse(tape, x, y), card.memory * constants.FUSED_SHARE
+    kernels = [op for op in tape.ops if is_kernel(op)]
+    own = [op for op in kernels if not op.product]  # a scan's, whose buffers pass through memory all the same
+    back = sum([2 if op.weight_grad else 1 for op in kernels])
+    fused_s = [size / speed + count * card.kernel_start_s for size, count in (moved.forward, moved.back, moved.again)]
+    return time._replace(
+        traffic=time.traffic + fused_s[0] + sum([_forward_s(op, card) for op in own]),
+        traffic_back=time.traffic_back + fused_s[1] + _backward_s(own, card),
+        host=time.host + _launch_code(len(kernels) + moved.forward.kernels) + constants.COMPILED_CALL_S,
+        host_back=time.host_back + _launch_code(back + moved.back.kernels) + constants.COMPILED_BACK_S,
+        fused_again=fused_s[2],
+        host_again=_launch_code(len(kernels) + moved.again.kernels) + constants.COMPILED_AGAIN_S,
+    )
+
+
+def _launch_code(kernels: int) -> float:
+    return kernels * constants.COMPILED_KERNEL_S
+
+
+def _forward_s(op: Op, card: Card) -> float:
+    """Seconds of an operation that is no product. A temporary is written and read."""
     read, written = sum([slot.size for slot in op.inputs]), sum([slot.size for slot in op.outputs])
     moved = read + written + sum([slot.size for slot in op.makes]) + 2 * op.forward_temp + op.again
     kernels = 5 if op.again else 3 if op.forward_temp else 1
     return moved / _speed(op, card, widens=written > read) + kernels * card.kernel_start_s
 
 
-def _backward_s(ops: list[Op], card: Card, liger: bool) -> float:
+def _backward_s(ops: list[Op], card: Card) -> float:
     """Seconds of the backward of all operations, products apart; and of adding up the gradients of what is read more
     than once."""
     seconds, readers = 0.0, Counter[Slot]()
@@ -106,12 +174,11 @@ def _backward_s(ops: list[Op], card: Card, liger: bool) -> float:
         wanted = [slot for slot in op.inputs if slot.grad]
         if not wanted or not op.outputs:
             continue
-        if liger and op.fused is not None:
-            # the gradient and what was kept are read, a gradient is written
-            seconds += 3 * op.inputs[0].size / card.memory + card.kernel_start_s if op.fused else 0.0
-            readers.update(wanted if op.fused else ())
-            continue
         readers.update(wanted)
+        if op.fused:  # the gradient and what was kept are read, and gradients written
+            passing = [*op.outputs, *op.saves, *wanted]
+            seconds += sum([slot.size for slot in passing]) / card.memory + card.kernel_start_s
+            continue
         if op.passes or op.product:
             continue
         # One kernel for the gradient of each input and of the weight: it reads the output's, and what was kept.
@@ -136,32 +203,28 @@ def _speed(op: Op, card: Card, *, widens: bool) -> float:
     return {"plain": card.memory, "rows": card.reducing, "parts": card.strided}[op.access]
 
 
-def _products(block: Block, setting: Setting, card: Card) -> tuple[float, float]:
-    """Seconds of all linear layers with their adapters, forward and backward."""
-    forward = back = 0.0
+def _products(block: Block, setting: Setting, card: Card) -> list[tuple[str, float, float]]:
+    """All linear layers with their adapters, and experts: their modules, and seconds forward and backward."""
+    found, base_back = [], 2 if setting.trains_base else 1
     for tensor in block.tensors:
+        module = tensor.name.rpartition(".")[0]
         if is_linear(tensor):
             out_features, in_features = tensor.shape
             once = _product(setting.tokens, out_features, in_features, setting.width, card)
-            forward += once
-            back += once * (2 if setting.trains_base else 1)
-            if setting.adapts(tensor.name.rpartition(".")[0]):
+            down = up = 0.0
+            if setting.adapts(module):
                 down = _product(setting.tokens, setting.lora_rank, in_features, setting.width, card)
                 up = _product(setting.tokens, out_features, setting.lora_rank, setting.width, card)
-                forward += down + up
-                back += 2 * (down + up)
-    if isinstance(block.mlp, Moe):
-        # Two grouped products. Every expert's weights are read, however few tokens it gets.
-        once = 0.0
-        for tensor in block.tensors:
-            if len(tensor.shape) == 3 and tensor.name.startswith("mlp."):
-                _, out_features, in_features = tensor.shape
-                flops = 2 * setting.tokens * block.mlp.top_k * out_features * in_features
-                arithmetic = flops / card.products / constants.GROUPED_SHARE
-                once += max(arithmetic, tensor.numel * setting.width / card.memory) + card.product_start_s
-        forward += once
-        back += once * (2 if setting.trains_base else 1)
-    return forward, back
+            found.append((module, once + down + up, base_back * once + 2 * (down + up)))
+        elif isinstance(block.mlp, Moe) and len(tensor.shape) == 3 and tensor.name.startswith("mlp."):
+            # A grouped product. Every expert's weights are read, however few tokens it gets.
+            _, out_features, in_features = tensor.shape
+            flops = 2 * setting.tokens * block.mlp.top_k * out_features * in_features
+            arithmetic = flops / card.products / constants.GROUPED_SHARE
+            once = max(arithmetic, tensor.numel * setting.width / card.memory) + card.product_start_s
+            module = tensor.name.replace("experts.", "")  # as of an MLP that is no mixture
+            found.append((module, once, base_back * once))
+    return found
 
 
 def least_products_s(shape: ModelShape, setting: Setting, card: Card, frozen: int) -> float:
@@ -228,12 +291,15 @@ def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trai
     launches = constants.HEAD_OPERATIONS * constants.OPERATION_S
     if fused:
         # gradients are made in the forward pass, and the head's is added up chunk by chunk
-        chunks = -(-tokens // fused_chunk_tokens(vocab))
-        added = 2 * chunks * vocab * hidden * width / card.memory if trains_head else 0.0
-        launches += chunks * constants.CHUNK_OPERATIONS * constants.OPERATION_S
-        # widened; read for its maximum and its sum; four times read and written in place; narrowed
-        moved = logits * (upcast / card.casting + 2 * FP32 / card.reducing + (8 * FP32 + upcast) / card.memory)
-        if setting.liger:  # one kernel reads the logits twice and writes their gradient in place of them
+        kernel, chunks = setting.loss_kernel, -(-tokens // chunk_tokens(shape, setting, trains_head))
+        added = (2 * chunks - 1) * vocab * hidden * width / card.memory if trains_head else 0.0
+        operations = constants.KERNEL_CHUNK_OPERATIONS if kernel else constants.CHUNK_OPERATIONS
+        launches += chunks * operations * constants.OPERATION_S
+        if kernel:  # which reads the logits twice and writes their gradient in place of them
+            moved = 3 * logits * width / (card.capped_loss if shape.final_softcap else card.loss)
+        else:  # widened; read for its maximum and its sum; four times read and written in place; narrowed
+            moved = logits * (upcast / card.casting + 2 * FP32 / card.reducing + (8 * FP32 + upcast) / card.memory)
+        if setting.liger_loss:  # the same kernel, and another that scales
             moved = 4 * logits * width / card.memory
         times = (once + products_back, moved + added, 0.0, embedding)
     else:
@@ -244,10 +310,26 @@ def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trai
 # --- all layers and the head together: the seconds of one micro batch ---------------------------
 
 
+class Recomputing(NamedTuple):
+    """How many layers do, which of their parts, and whether around compiled code."""
+
+    layers: int
+    select: tuple[str, ...]
+    outside: bool
+
+
 def passes_of(shape: ModelShape, levers: Levers, gpu: Gpu, rates: Rates, *, recomputing: int) -> PassTimes:
-    """With the engine's hooks; `recomputing`: the lowest so many layers run twice."""
+    """With the engine's hooks; `recomputing`: the lowest so many layers run twice, or what is selected of them."""
+    again = Recomputing(
+        recomputing, levers.checkpointing.select if recomputing else (), outside=levers.checkpointing.offload
+    )
     plain, modules, modules_back = _plain(
-        shape, setting_of(levers, gpu), rates.card, recomputing, frozen_of(levers), levers.loss == "fused"
+        shape,
+        setting_of(levers, gpu, shape.model_type),
+        rates.card,
+        again,
+        frozen_of(levers),
+        levers.loss == "fused",
     )
     slower = _throttle(plain, rates.card)
     return plain._replace(
@@ -281,13 +363,13 @@ def frozen_of(levers: Levers) -> int:
 
 @lru_cache(maxsize=1024)
 def _plain(
-    shape: ModelShape, setting: Setting, card: Card, recomputing: int, frozen: int, fused: bool
+    shape: ModelShape, setting: Setting, card: Card, again: Recomputing, frozen: int, fused: bool
 ) -> tuple[PassTimes, int, int]:
     """Without hooks, so that all engines share it; and the modules that are called in each pass."""
     # How many layers of each kind there are, how many run twice, how many have a backward pass.
     counted = [(head_time(shape, setting, card, fused, setting.trains_head(tied=shape.tied)), 1, 0, 1)]
     for kind, block in enumerate(shape.blocks):
-        anew, back = shape.pattern[frozen:recomputing].count(kind), shape.pattern[frozen:].count(kind)
+        anew, back = shape.pattern[frozen : again.layers].count(kind), shape.pattern[frozen:].count(kind)
         layer = layer_time(block, shape.hidden_size, setting, card)
         counted.append((layer, shape.pattern.count(kind), anew, back))
     products = traffic = unpacking = host = 0.0
@@ -301,9 +383,14 @@ def _plain(
         products_back += back * layer.products_back
         traffic_back += back * layer.traffic_back
         unpacking_back += back * layer.unpacking
-        again_s += anew * (layer.products + layer.traffic + layer.unpacking)
-        again_products += anew * layer.products
-        host_back += back * layer.host_back + anew * (layer.host + constants.CHECKPOINTED_LAYER_S)
+        once_more = recompute_time(layer, again.select, outside=again.outside)
+        again_s += anew * (once_more.products + once_more.others)
+        again_products += anew * once_more.products
+        host_back += back * layer.host_back + anew * once_more.host
+        if again.layers and layer.fused_again is not None:
+            light = recompute_time(layer, ELEMENTWISE)
+            again_s += (back - anew) * light.others
+            host_back += (back - anew) * light.host
         modules += count * layer.modules
         modules_back += (back + anew) * layer.modules
     forward, head = (products, traffic, unpacking, host), counted[0][0]

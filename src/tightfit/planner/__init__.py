@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from time import perf_counter
 
-from tightfit.inputs.flags import meant
-from tightfit.job import Job
+from tightfit.inputs.flags import LEVERS, meant
+from tightfit.job import Job, Limits
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.messages import Listing, Message, Said
 from tightfit.planner import costly, reasons
@@ -22,15 +22,17 @@ from tightfit.planner.candidates import check_states
 from tightfit.planner.certainty import choose
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
-from tightfit.planner.search import search
+from tightfit.planner.search import SearchResult, search
 from tightfit.planner.tiers import STANDS_IN, TIERS, Tier, apply_tier, by_memory, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.priced import GIB, amounts, strategy_name
-from tightfit.types import FSDP2, ConfigError, Hardware, Lora, ModelShape, UserError
+from tightfit.types import DDP, FSDP2, ConfigError, Hardware, Levers, Lora, ModelShape, UserError
 
 __all__ = ["Bounds", "Plan", "Remedy", "Tiered", "Way", "all_tiers", "plan", "plan_tier", "plan_within", "question_of"]
 
 SEQUENCES_A_GPU = 4  # the effective batch where none was asked for
+LEAST_WARM_UP = 0.02
+"""Of all steps together: compiling that takes less pays wherever a layer is any faster for it."""
 
 
 def plan(
@@ -73,8 +75,8 @@ def plan_within(
             raise ConfigError(Message("plan.tier-all"))
         explicit = frozenset({*dump_job(job), *(f"levers.{lever}" for lever in job.levers)})
         job, costs = apply_tier(TIERS[job.tier], job, hardware, explicit)
-    if job.precision == "fp16" and hardware.gpu.fp16 is False and job.levers.get("engine") != FSDP2:
-        # DeepSpeed refuses what a processor does not compute itself; FSDP2 leaves it to torch, which can do without
+    if job.precision == "fp16" and hardware.gpu.fp16 is False and job.levers.get("engine") not in (FSDP2, DDP):
+        # DeepSpeed refuses what a processor does not compute itself; the others leave it to torch, which can do without
         job = replace(job, precision=STANDS_IN)
         said = (*said, Message("plan.no-fp16", name=hardware.gpu.name, stands_in=STANDS_IN))
     question = question_of(job, shape, hardware).within(bounds)
@@ -98,11 +100,14 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
         if changed:
             found.ways.append(changed[-1].way)
     chosen = choose(found.ways)
+    spared: tuple[Said, ...] = ()
+    if chosen is not None and not changed:
+        found, chosen, spared = _spare_compiling(job, question, found, chosen)
     others = reasons.in_order(way for way in found.ways if way is not chosen)
     if chosen is not None:
         chosen = replace(
             chosen,
-            because=reasons.of_choice(question, chosen),
+            because=(*reasons.of_choice(question, chosen), *spared),
             changes=tuple(remedy.cost for remedy in changed),
             skips_long=any(remedy.allowance == "skip-data" for remedy in changed),
         )
@@ -123,6 +128,26 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
         needed = costly.count_gpus(question, batch_asked=job.effective_batch is not None)
         answer = replace(answer, remedies=costly.remedies(question), gpus_needed=needed)
     return replace(answer, because=reasons.of_plan(answer, question, said), search_s=perf_counter() - began)
+
+
+def _spare_compiling(
+    job: Job, question: Question, found: SearchResult, chosen: Way
+) -> tuple[SearchResult, Way, tuple[Said, ...]]:
+    """What is chosen where compiling takes longer than it can win back in the steps that there are, which only a short
+    job can show."""
+    steps, warm_up_s = reasons.steps_of(job, question.effective_batch), chosen.pace.warm_up_s
+    if not warm_up_s or "compile" in question.pinned or steps is None or not chosen.is_paced:
+        return found, chosen, ()
+    took_s = steps * chosen.pace.step_s
+    if warm_up_s < LEAST_WARM_UP * took_s:
+        return found, chosen, ()
+    plain = search(question.without_compiler)
+    instead = choose(plain.ways)
+    if instead is None or steps * instead.pace.step_s > took_s + warm_up_s:
+        return found, chosen, ()
+    won_s = max(0.0, steps * instead.pace.step_s - took_s)
+    said = Message("plan.compiling-does-not-pay", warm_up=warm_up_s, won=won_s, steps=steps)
+    return plain, instead, (said,)
 
 
 def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: bool = False) -> Question:
@@ -170,6 +195,25 @@ def _check_batch(question: Question) -> None:
     raise ConfigError(
         Message("plan.uneven-batch", batch=batch, gpus=world, near=Listing(map(str, near), "or"), **flags)
     )
+
+
+def settle_selection(shape: ModelShape, levers: Levers, hardware: Hardware) -> Levers:
+    """The levers with the fastest selection of what recomputes that fits, in place of `auto`, or the one that is
+    nearest to fitting; all else stays."""
+    question = Question(
+        shape=shape,
+        base=levers,
+        pinned=frozenset({*(lever.name for lever in LEVERS.values()), "buckets"}),
+        hardware=hardware,
+        effective_batch=levers.micro_batch * levers.accumulation * hardware.world,
+        margin=Limits().margin,
+        trainer=Abilities(trainer=levers.trainer),
+        every_gpu=True,
+    )
+    ways = search(question).ways
+    if not ways:
+        raise ConfigError(Message("plan.nothing-to-select", model=shape.name))
+    return ways[0].levers
 
 
 # --- named tiers --------------------------------------------------------------------------------

@@ -13,19 +13,25 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from tightfit.inputs.flags import check_levers, released_at_once
+from tightfit.inputs.flags import AUTO, check_levers, find_compile_obstacle, released_at_once
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice
+from tightfit.pace.work import ELEMENTWISE
+from tightfit.planner.selection import Selection, selections
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
+    DDP,
     STRATEGY,
     Attention,
     AttentionKernel,
     Buckets,
+    Checkpointing,
+    Compile,
     ConfigError,
     Engine,
     Hardware,
+    Kernels,
     Levers,
     Loss,
     Mamba1,
@@ -38,6 +44,7 @@ from tightfit.types import (
 Pinned = frozenset[str]  # names of the levers that the user fixed
 
 STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
+    (DDP, "none", "none"),
     ("zero0", "none", "none"),
     ("zero1", "none", "none"),
     ("zero2", "none", "none"),
@@ -62,7 +69,7 @@ IF_PINNED: tuple[tuple[Engine, Offload, Offload], ...] = (
 """What runs as well but is never the better choice: only for those who name a place themselves."""
 _PLACES = (*STRATEGIES, *IF_PINNED)
 
-BY_PARAMETER: tuple[Engine, ...] = ("zero0", "fsdp2")
+BY_PARAMETER: tuple[Engine, ...] = (DDP, "zero0", "fsdp2")
 """The engines that keep the optimizer's states parameter by parameter, also where their wrapper has fp32 copies of the
 weights (`FP16_UnfusedOptimizer`). ZeRO's stages keep them for flat partitions, where one 8-bit scale covers the end of
 one parameter and the start of the next: a checkpoint that has each parameter on its own cannot hold such states."""
@@ -83,7 +90,16 @@ class Corner:
 
     rest: Levers  # all but the choice
     choice: KernelChoice
-    searched: bool  # the depth of checkpointing is ours to choose
+    searched: bool  # the depth of checkpointing is ours to choose; the parts that recompute are those of `rest`
+
+    @property
+    def select(self) -> Selection:
+        return self.rest.checkpointing.select
+
+    @property
+    def is_light(self) -> bool:
+        """Elementwise work is recomputed and nothing else: in compiled layers by all of them or by none."""
+        return self.rest.compile == "layers" and self.select == ELEMENTWISE
 
     @cached_property
     def levers(self) -> Levers:
@@ -113,6 +129,8 @@ def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
         return False  # the host's optimizer is DeepSpeed's CPU Adam
     if ours and levers.optimizer in EIGHT_BIT and (levers.engine not in BY_PARAMETER or _is_pure(levers)):
         return False
+    if levers.engine == DDP:
+        return ours and levers.optimizer != "adafactor"
     if levers.engine == "zero0" and levers.precision == "fp16":
         return False  # the unsharded engine divides by a loss scale that it never multiplied with
     if "nvme" in (levers.offload_optimizer, levers.offload_param) and hardware.nvme_bytes is None:
@@ -160,21 +178,64 @@ def corners(
     """Every combination but the depth of checkpointing, for one strategy's levers. `trainer`: who will run it; None:
     our own worker."""
     trainer = trainer or Abilities()
-    searched = "checkpointing" not in pinned
+    searched = is_searched(base, pinned)
     share = effective_batch // hardware.world
     attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware, trainer)
     choices = [KernelChoice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
     losses: tuple[Loss, ...] = ("plain", "fused")
     if "loss" in pinned:
         losses = (base.loss,)
-    elif shape.final_softcap or not trainer.fuses(shape):
+    elif not trainer.fuses(shape):
         losses = ("plain",)
+    speeds = {choice: _speeds(shape, choice.over(base), pinned, hardware, trainer) for choice in choices}
     for micro in _micro_batches(base, pinned, share):
         for loss in losses:
-            levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss)
+            levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss, compile="off")
             with suppress(UserError):
                 check_levers(levers, shape)  # of which neither kernels nor buckets make a difference
-                yield from [Corner(levers, choice, searched) for choice in choices]
+                ways = {
+                    how: _selected(shape, replace(levers, compile=how[0], kernels=how[1]), pinned, hardware, trainer)
+                    for how in {how: None for each in speeds.values() for how in each}
+                }
+                yield from [
+                    Corner(way, choice, searched) for choice in choices for how in speeds[choice] for way in ways[how]
+                ]
+
+
+def is_searched(base: Levers, pinned: Pinned) -> bool:
+    """Whether the depth of checkpointing, or what of it is selected, is ours to choose."""
+    return "checkpointing" not in pinned or base.checkpointing.select == AUTO
+
+
+def _speeds(
+    shape: ModelShape, levers: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities
+) -> list[tuple[Compile, Kernels]]:
+    """How layers may be computed. Compiled ones are the faster, but their gradients come all at once: both are tried.
+    What a compiler fuses needs no other kernels."""
+    compiles = trainer.compiles_on(hardware) and levers.kernels == "plain"
+    if "compile" in pinned:
+        compiles = levers.compile == "layers"
+    borrows = "kernels" not in pinned and trainer.borrows_kernels(shape)
+    kernels: tuple[Kernels, ...] = ("plain", "fused") if borrows else (levers.kernels,)
+    found: list[tuple[Compile, Kernels]] = [("off", each) for each in kernels]
+    if compiles and find_compile_obstacle(levers, shape) is None:
+        found.insert(0, ("layers", levers.kernels))
+    return [each for each in found if "compile" not in pinned or each[0] == levers.compile]
+
+
+def _selected(
+    shape: ModelShape, levers: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities
+) -> list[Levers]:
+    """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
+    are not compiled parts are tried only if those must not be: they take twice as long to launch."""
+    if not is_searched(levers, pinned):
+        return [levers]
+    asked, is_compiled = "checkpointing" in pinned, levers.compile == "layers"
+    found: list[Selection] = [] if asked else [()]
+    # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
+    if asked or (trainer.selects_on(hardware) and levers.stage != 3 and (is_compiled or "compile" in pinned)):
+        found += selections(shape, levers, hardware)
+    return [replace(levers, checkpointing=Checkpointing(layers=None, select=parts)) for parts in found]
 
 
 def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
@@ -234,7 +295,8 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     ends = {min(micros), max(micros)} if micros else set()
     least = min((_buffers(corner.choice.buckets) for corner in all_corners), default=None)
     kept = [each for each in all_corners if each.rest.micro_batch in ends and _buffers(each.choice.buckets) == least]
-    return sorted(kept, key=lambda corner: (corner.rest.micro_batch, corner.rest.loss != "fused"))
+    whole = [each for each in kept if not each.select]  # parts of a layer hold more than nothing of it
+    return sorted(whole or kept, key=lambda corner: (corner.rest.micro_batch, corner.rest.loss != "fused"))
 
 
 def _buffers(buckets: Buckets) -> tuple[int, int]:
@@ -249,6 +311,9 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
         _PLACES.index(place) if place in _PLACES else len(_PLACES),
         int(levers.buckets != Buckets()),
         int(levers.loss != "plain"),
+        int(levers.compile != "off"),
+        int(levers.kernels != "plain"),
+        len(depth.select),
         ("sdpa", "flash", "eager").index(levers.attention),
         ("tightfit", "official", "torch").index(levers.scan),
         int(depth.offload),

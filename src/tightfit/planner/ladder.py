@@ -53,8 +53,11 @@ class Ladder:
     def __init__(self, question: Question, corner: Corner, sizes: Sizes) -> None:
         """`sizes`: where what is weighed is counted."""
         self.question, self.corner, self.sizes = question, corner, sizes
-        self.depths = depths_to_try(question.shape.n_layers, partial=question.partial) if corner.searched else (0,)
+        self.depths: tuple[int, ...] = (0,)
+        if corner.searched:
+            self.depths = depths_to_try(question.shape.n_layers, partial=question.partial and not corner.is_light)
         self.last = len(self.depths) - 1
+        self.deepest = replace(FULL, select=corner.select) if corner.searched else FULL
         self.weighed: dict[Checkpointing, Weight] = {}
 
     @cached_property
@@ -79,7 +82,7 @@ class Ladder:
         """The first depth that may fit, as far as floors can tell; the last, where only offloading may; None: none."""
         if not self._prunes or not self._least(BARE):
             return 0
-        if not self._least(FULL):
+        if not self._least(self.deepest):
             return first(self._floor, 1, self.last)
         return None if not self._offloads or self._least(OFFLOADED) else self.last
 
@@ -108,7 +111,8 @@ class Ladder:
     @property
     def _offloads(self) -> bool:
         """After all layers recompute, their inputs may wait on the host."""
-        return self.corner.searched and self.question.trainer.offloads_inputs(self.corner.rest.engine)
+        whole = self.corner.searched and not self.corner.select
+        return whole and self.question.trainer.offloads_inputs(self.corner.rest.engine)
 
     @property
     def _is_zero3(self) -> bool:
@@ -129,7 +133,7 @@ class Ladder:
     def _is_over(self) -> bool:
         """Floors show that no depth fits, nor any between that is nearer than the deepest."""
         much = 0 if self._is_zero3 else self._rise
-        return not self.question.caps and self._least(FULL) > much and self._least(BARE) > 0
+        return not self.question.caps and self._least(self.deepest) > much and self._least(BARE) > 0
 
     def _is_hopeless(self) -> bool:
         """What earlier runs have taught may differ between ways that recompute nothing, that do, and that offload."""
@@ -141,11 +145,11 @@ class Ladder:
 
     def may_fit(self) -> bool:
         """As far as floors can tell, with what the host holds: seen without weighing any depth."""
-        depths = (FULL, OFFLOADED, BARE) if self.corner.searched else (self.corner.levers.checkpointing,)
+        depths = (self.deepest, OFFLOADED, BARE) if self.corner.searched else (self.corner.levers.checkpointing,)
         return any(not least_weight(self.question, self.scale, depth)[1] for depth in depths)
 
     def fits_deepest(self) -> bool:
-        return self._fits(FULL) if self.corner.searched else not self._at(self.last).excess
+        return self._fits(self.deepest) if self.corner.searched else not self._at(self.last).excess
 
     def nearest(self, best: Weighed | None) -> Weighed | None:
         """The nearest to fitting of all that was weighed and of the two that hold least in any case; or what is nearer
@@ -158,7 +162,7 @@ class Ladder:
         best = min([*([] if best is None else [best]), *known], key=lambda each: each.distance, default=None)
         if not self._is_over():
             return best
-        for depth in (*((OFFLOADED,) if self._offloads else ()), FULL, BARE):
+        for depth in (*((OFFLOADED,) if self._offloads else ()), self.deepest, BARE):
             levers = self.at(depth)
             least = (*least_weight(self.question, self.scale, depth), complexity(levers, 1))
             if best is None or (depth not in self.weighed and least < best.distance):
@@ -172,7 +176,9 @@ class Ladder:
     def _depth(self, index: int) -> Checkpointing:
         if not self.corner.searched:
             return self.corner.levers.checkpointing
-        return FULL if index == self.last else Checkpointing(layers=self.depths[index])
+        if index == 0:
+            return BARE
+        return self.deepest if index == self.last else replace(self.deepest, layers=self.depths[index])
 
     def _excess(self, index: int) -> int:
         return self._at(index).excess

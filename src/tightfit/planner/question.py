@@ -54,7 +54,12 @@ class Question:
         return replace(
             self,
             hardware=teach(self.hardware, bounds.calibration, self.shape, self.base),
-            trainer=replace(self.trainer, llamafactory_version=bounds.llamafactory_version),
+            trainer=replace(
+                self.trainer,
+                llamafactory_version=bounds.llamafactory_version,
+                compiles=bounds.compiles,
+                has_liger=bounds.has_liger,
+            ),
             partial=bounds.partial and self.trainer.is_ours,
             engines=bounds.engines,
             every_gpu=self.every_gpu or bounds.every_gpu,
@@ -65,6 +70,10 @@ class Question:
     def ours(self) -> bool:
         """Our own worker runs it, and saves it."""
         return self.partial
+
+    @property
+    def without_compiler(self) -> Question:
+        return replace(self, trainer=replace(self.trainer, compiles=False))
 
     @property
     def gpu_limit_bytes(self) -> int:

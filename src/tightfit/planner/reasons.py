@@ -14,16 +14,17 @@ from tightfit.inputs.flags import LEVERS, checkpointing_word, flags_from_levers
 from tightfit.job import Job
 from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
-from tightfit.messages import Message, Said, id_of
+from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.pace import step_seconds
 from tightfit.pace.rates import GROUPS
 from tightfit.planner.calibration import COMPONENT
+from tightfit.planner.candidates import is_searched
 from tightfit.planner.certainty import tell_apart
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
 from tightfit.planner.trainers import NAMES
 from tightfit.priced import amounts, seconds_words, strategy_name
-from tightfit.types import STRATEGY, Buckets, Cause, Checkpointing, Hardware, PhaseName
+from tightfit.types import PARTS, STRATEGY, Buckets, Cause, Hardware, PhaseName
 
 MOST_SLOWER = 3  # sentences about ways that fit and are slower
 MOST_FITTING = 5
@@ -42,6 +43,13 @@ _RATES = [
     *("plan.rate-host-link", "plan.rate-host-optimizer", "plan.rate-link", "plan.rate-network", "plan.rate-nvme"),
 ]
 RATES: dict[str, Message] = dict(zip(GROUPS, map(Message, _RATES), strict=True))
+_PARTS = dict(
+    zip(
+        PARTS,
+        map(Message, ("plan.part-elementwise", "plan.part-qkv", "plan.part-mixer", "plan.part-out", "plan.part-mlp")),
+        strict=True,
+    )
+)
 _PLACES = ("plan.at-init", "plan.at-forward", "plan.at-loss", "plan.at-backward", "plan.at-step", "plan.at-eval")
 PLACES: dict[PhaseName, Message] = dict(zip(get_args(PhaseName), map(Message, (*_PLACES, "plan.at-save")), strict=True))
 NO_LEVER = {"deepspeed_version", "dataloader_workers"}  # what a job may pin without narrowing the choice
@@ -89,16 +97,8 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     share = (card - need) / card
     free = Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
     said: list[Said] = [free, *explain_calibration(way), *explain_taught(way)]
-    depth, total = way.levers.checkpointing.layers, question.shape.n_layers
-    if "checkpointing" not in question.pinned:
-        if depth is not None and 0 < depth < total:
-            fewer = replace(way.levers, checkpointing=Checkpointing(layers=depth - 1))
-            need = weigh(replace(question, shape=way.shape, hardware=way.hardware), fewer).gpu.required_bytes
-            where = Message("plan.a-gpu") if way.world > 1 else Message("plan.the-gpu")
-            numbers = {"depth": depth, "total": total, "fewer": depth - 1, "need": amounts(need)[0]}
-            said.append(Message("plan.some-layers-recompute", where=where, **numbers))
-        elif depth == 0:
-            said.append(Message("plan.no-layer-recomputes"))
+    said += _of_recomputation(question, way)
+    said += _of_speed(question, way)
     if way.levers.loss == "fused" and "loss" not in question.pinned:
         said.append(Message("plan.fused-loss"))
         if not question.trainer.is_ours:
@@ -112,6 +112,35 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
         share = way.pace.causes[largest] / way.pace.step_s
         said.append(Message("plan.largest-cause", **seconds_words(way.pace), share=share, cause=CAUSES[largest]))
     return tuple(said)
+
+
+def _of_recomputation(question: Question, way: Way) -> Iterator[Message]:
+    again, total = way.levers.checkpointing, question.shape.n_layers
+    depth = total if again.layers is None else again.layers
+    if not is_searched(question.base, question.pinned):
+        return
+    where = Message("plan.a-gpu") if way.world > 1 else Message("plan.the-gpu")
+    if again.select and depth:
+        named = [part for part in again.select if part != PARTS[0]] or again.select
+        yield Message("plan.parts-recompute", parts=Listing([_PARTS[part] for part in named], "and"))
+    if 0 < depth < total:
+        fewer = replace(way.levers, checkpointing=replace(again, layers=depth - 1))
+        need = weigh(replace(question, shape=way.shape, hardware=way.hardware), fewer).gpu.required_bytes
+        numbers = {"depth": depth, "total": total, "fewer": depth - 1, "need": amounts(need)[0]}
+        yield Message("plan.some-layers-recompute", where=where, **numbers)
+    elif depth == 0:
+        yield Message("plan.no-layer-recomputes")
+
+
+def _of_speed(question: Question, way: Way) -> Iterator[Message]:
+    """What compiled layers and other kernels bring, where nobody asked for them."""
+    if way.levers.compile == "layers" and "compile" not in question.pinned:
+        plain = step_seconds(way.shape, replace(way.levers, compile="off"), way.hardware)
+        times = plain / way.pace.step_s
+        known = "plan.layers-compiled" if way.is_paced else "plan.layers-compiled-unpaced"
+        yield Message(known, times=times, warm_up=way.pace.warm_up_s)
+    if way.levers.kernels == "fused" and "kernels" not in question.pinned:
+        yield Message("plan.kernels-from-liger")
 
 
 def explain_calibration(way: Way) -> tuple[Message, ...]:
@@ -344,7 +373,7 @@ def _idle(allowance: str, job: Job) -> Message | None:
 def hours(job: Job, effective_batch: int, way: Way) -> float | None:
     """Hours to finish; None where neither steps nor the number of samples are known, or no pace is claimed."""
     steps = steps_of(job, effective_batch)
-    return None if steps is None or not way.is_paced else steps * way.pace.step_s / 3600
+    return None if steps is None or not way.is_paced else (way.pace.warm_up_s + steps * way.pace.step_s) / 3600
 
 
 def steps_of(job: Job, effective_batch: int) -> int | None:

@@ -22,6 +22,7 @@ from tightfit.planner.candidates import Corner, complexity, corners, frugal, str
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
+from tightfit.planner.selection import Selection
 from tightfit.planner.taught import narrow
 from tightfit.types import Buckets, Levers
 
@@ -135,7 +136,7 @@ def _search_world(question: Question, found: SearchResult, most_s: float = inf, 
         for corner in _corners(question, levers):
             if corner.searched:
                 times = clock.times(corner.rest, corner.choice)
-                times = times if question.partial else [times[0], times[-1]]
+                times = times if question.partial and not corner.is_light else [times[0], times[-1]]
             else:
                 times = [step_seconds(question.shape, corner.levers, question.hardware)]
             found.timed.update(times)
@@ -216,12 +217,13 @@ class _Thinkable:
         return self.ladders[key]
 
 
-_Key = tuple[int, str, str, str, Buckets]
+_Key = tuple[int, str, str, str, str, str, Selection, Buckets]
 
 
 def _key(corner: Corner, buckets: Buckets) -> _Key:
     rest, choice = corner.rest, corner.choice
-    return rest.micro_batch, rest.loss, choice.attention, choice.scan, buckets
+    computed = rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels
+    return *computed, corner.select, buckets
 
 
 def _way(question: Question, levers: Levers, *, fits: bool) -> Way:

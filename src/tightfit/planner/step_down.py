@@ -144,6 +144,9 @@ def _variants(last: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> Iterator[
     locks = places != {"none"} and not way.levers.checkpointing.offload
     question = same_training_question(last, bounds)
     caps = [_caps(each, tried[:number], bounds) for number, each in enumerate(tried)]
+    if sum(each.way.levers.compile == "layers" and each.shortfall.where == "gpu" for each in tried) > 1:
+        # twice more than was predicted of it: what the compiler makes here is not what was priced
+        question = question.without_compiler
     every = replace(question, caps=tuple(cap for found in caps for cap in found))
     pageable = replace(question.base, buckets=replace(question.base.buckets, pin_memory=False))
     if shortfall.where == "gpu":

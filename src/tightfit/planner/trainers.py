@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, release
+from tightfit.memory.operations import LIGER_MODELS
 from tightfit.messages import Message
 from tightfit.types import FSDP2, ZERO3, ConfigError, Engine, Hardware, Levers, ModelShape, Trainer
 
@@ -30,9 +32,7 @@ NAMES: dict[Trainer, Message] = {
 STARTS: dict[Trainer, str] = {"llamafactory": "llamafactory", "trainer": "accelerate"}
 """The launcher that starts the files of another trainer."""
 
-LIGER_UNDER_THE_TRAINER = frozenset(
-    "gemma gemma2 gemma3_text llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3".split()
-)
+LIGER_UNDER_THE_TRAINER = LIGER_MODELS - {"granite"}
 """The model types, of those that we know, whose loss Liger fuses when Hugging Face's Trainer asks it to."""
 
 _LIGER_UNDER_LLAMAFACTORY = {
@@ -50,6 +50,8 @@ class Abilities:
 
     trainer: Trainer = "tightfit"
     llamafactory_version: str = LLAMAFACTORY_VERSION
+    compiles: bool = True  # our own worker's layers may be compiled, where that pays
+    has_liger: bool = False  # Liger is installed, so that our own worker may borrow its kernels
 
     @property
     def is_ours(self) -> bool:
@@ -69,6 +71,19 @@ class Abilities:
         if self.trainer == "llamafactory":
             return shape.model_type in fuses_under_llamafactory(release(self.llamafactory_version))
         return self.is_ours or shape.model_type in LIGER_UNDER_THE_TRAINER
+
+    def compiles_on(self, hardware: Hardware) -> bool:
+        """Whether layers are compiled without being told to: by our own worker, on cards for which PyTorch has a
+        compiler. What that brings a CPU was never measured, and a DCU's PyTorch is too old."""
+        return self.is_ours and self.compiles and hardware.gpu.vendor not in ("cpu", "hygon")
+
+    def selects_on(self, hardware: Hardware) -> bool:
+        """Likewise whether parts of layers recompute."""
+        return self.is_ours and self.compiles and hardware.gpu.vendor not in ("cpu", "hygon")
+
+    def borrows_kernels(self, shape: ModelShape) -> bool:
+        """Whether Liger's kernels may run in our own worker's layers without being asked for."""
+        return self.is_ours and self.has_liger and shape.model_type in LIGER_MODELS
 
     def offloads_inputs(self, engine: Engine) -> bool:
         """Whether layer inputs can wait on the host: for the Trainer, accelerate's FSDP2 does that alone."""
@@ -107,6 +122,12 @@ def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Co
         check_llamafactory(levers, shape, trainer.llamafactory_version)
     if "engine" in pinned and levers.is_fsdp2 and trainer.trainer == "llamafactory":
         raise ConfigError(Message("plan.llamafactory-fsdp2"))
+    for lever, value in (("compile", levers.compile), ("kernels", levers.kernels)):
+        if lever in pinned and value not in ("off", "plain"):
+            raise ConfigError(Message("plan.only-our-worker", name=name, flag=f"--{lever} {value}"))
+    if "checkpointing" in pinned and levers.checkpointing.select:
+        word = checkpointing_word(levers.checkpointing)
+        raise ConfigError(Message("plan.only-our-worker", name=name, flag=f"--checkpointing {word}"))
     if "checkpointing" in pinned and levers.checkpointing.layers:
         raise ConfigError(Message("plan.all-layers-or-none", name=name))
     if "checkpointing" in pinned and levers.checkpointing.offload and not trainer.offloads_inputs(levers.engine):

@@ -117,6 +117,7 @@ class Step(Event, name="step", at={name: f"memory.{name}" for name in ("now_byte
     tokens: int | None = None  # of all ranks
     alloc_retries: int | None = None
     """Times so far that the GPU's allocator had to free its cache and try again; None: no GPU, or nobody says."""
+    compiled: bool = False  # a rank made code for a layer meanwhile: its seconds say nothing about the pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,7 +460,7 @@ class Tally:
             if self.first_loss is None:
                 self.first_loss = event.loss
             self.peak_bytes = max(self.peak_bytes or 0, event.peak_bytes or 0) or None
-            if self._steps > _FIRST:
+            if self._steps > _FIRST and not event.compiled:
                 self._step_s.extend([] if event.step_s is None else [event.step_s])
                 self._tokens_per_s.extend([] if event.tokens_per_s is None else [event.tokens_per_s])
                 self._tokens.extend([] if event.tokens is None else [event.tokens])

@@ -104,6 +104,10 @@ WEIGHTS_CACHE: Ours = Patterns(
     rf"{_CONVERTED}|\.{_CONVERTED}\.partial",
 )
 
+COMPILED = "compiled"  # the folder of what torch.compile makes of layers
+_CODE = r"torch-[^/]+"
+COMPILED_CACHE: Ours = Patterns(rf"{_CODE}/.+", rf"{_CODE}(/.+)?")  # below a folder of one torch all is torch's
+
 
 class RunFiles:
     """What of a run's folder is ours."""

@@ -24,7 +24,7 @@ from tightfit.inputs.records import find_json, find_record
 from tightfit.messages import Message, Said, say_why
 from tightfit.owned import Ours, check_ours, find_strangers, flock, open_own, remove_file, remove_folder
 from tightfit.runs.checkpoints import MANIFEST, STAGED, checked, newest_first, orphans, own_files, size_of
-from tightfit.runs.folder import DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE
+from tightfit.runs.folder import COMPILED, COMPILED_CACHE, DATA_BUILDING, DATA_CACHE, HALF, PLAN_STAGED, WEIGHTS_CACHE
 from tightfit.runs.lock import LOCK, FolderLock, InUse, check_unlocked
 from tightfit.runs.processes import PROC, began_at, every_pid, is_alive, mark_of, resident_bytes, this_host
 from tightfit.runs.records import RunFolder, read_run
@@ -47,7 +47,12 @@ GRACE_S = 10.0
 SLACK_S = 10.0  # a segment may be a little older or younger than what its run has written
 BUILDING = ".building-"
 STAGING = ".tightfit-staging"
-CACHES: dict[str, Ours | None] = {"calibration.json": None, "data": DATA_CACHE, "weights": WEIGHTS_CACHE}
+CACHES: dict[str, Ours | None] = {
+    "calibration.json": None,
+    "data": DATA_CACHE,
+    "weights": WEIGHTS_CACHE,
+    COMPILED: COMPILED_CACHE,
+}
 """What can be made again, and what of each is ours."""
 
 
@@ -277,7 +282,7 @@ def _list_open_files(since: float, going: frozenset[int] = frozenset()) -> froze
 
 
 def cached_things(cache: Path) -> list[Path]:
-    """What can be made again: measured corrections of plans, data as tokens, converted weights."""
+    """What can be made again: measured corrections of plans, data as tokens, converted weights, code of layers."""
     found = []
     for path in (cache / name for name in CACHES):
         tree = None if path.is_dir() else find_json(path)

@@ -31,7 +31,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import further, is_cut_off, lacking_bytes, missing, steps_of, time_words, worth_showing
 from tightfit.priced import ENGINES, GIB, amounts, billions, strategy_name
 from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
-from tightfit.types import Hardware, Levers, Lora, UserError
+from tightfit.types import Checkpointing, Hardware, Levers, Lora, UserError
 
 CHOSEN, UNFIT = "→", "×"
 FILL = ("█", "blue")
@@ -247,6 +247,13 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
     return columns
 
 
+def _depth(checkpointing: Checkpointing) -> str:
+    """In how many layers; which parts of them is said with the levers."""
+    if checkpointing.select and checkpointing.layers != 0:
+        return "select" if checkpointing.layers is None else f"select:{checkpointing.layers}"
+    return checkpointing_word(checkpointing)
+
+
 def _cells(mark: str, way: Way) -> dict[str, str]:
     levers, host, ram = way.levers, way.footprint.host.peak_bytes_per_node, way.hardware.host_ram_bytes
     over = "!" if ram is not None and host > ram else ""
@@ -254,7 +261,7 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
         "": mark,
         "engine": str(ENGINES[levers.engine]),
         "offload": _offload(levers),
-        "checkpoint": checkpointing_word(levers.checkpointing),
+        "checkpoint": _depth(levers.checkpointing),
         "batch": f"{levers.micro_batch} × {levers.accumulation}",
         "GPUs": str(way.world),
         "GPU": "",

@@ -55,7 +55,7 @@ from tightfit.runs.run import Outcome
 from tightfit.runs.supervise import MAX_ATTEMPTS
 from tightfit.start.machine import Busy, Nodes, TrainingMachine, check_free, reservations, taken_gpus, wait_while_busy
 from tightfit.types import (
-    FSDP2,
+    STAGES,
     Buckets,
     ConfigError,
     Footprint,
@@ -388,7 +388,7 @@ def check_weights(job: Job) -> tuple[Said, ...]:
 def packages_for(engine: str | None, method: str, optimizer: str) -> list[str]:
     """What the worker cannot start without, under an engine that is known or not."""
     needed = ["torch", "transformers"]
-    needed += ["deepspeed"] if engine != FSDP2 else []
+    needed += ["deepspeed"] if engine is None or engine in STAGES else []
     needed += ["peft"] if method != "full" else []
     needed += ["bitsandbytes"] if method == "qlora" or "8bit" in optimizer else []
     return needed

@@ -22,15 +22,18 @@ from torch import Tensor, nn
 
 from tightfit.messages import Message
 from tightfit.train import build
+from tightfit.train.compile import Compiler, find_obstacle, keep_code
 from tightfit.train.config import WorkerConfig
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
+from tightfit.train.kernels import install_kernels
 from tightfit.train.place import Place
+from tightfit.train.recompute import recompute, say_whole
 from tightfit.train.scratch import Scratch
 from tightfit.train.shards import outline
 from tightfit.train.sources import open_weights
-from tightfit.types import ConfigError
+from tightfit.types import DDP, ConfigError
 
 PIECE_ELEMENTS = 1 << 24
 
@@ -44,7 +47,9 @@ class Assembled:
     engine: Engine
     hf_config: Any
     twin: Any  # the same model without adapters on the meta device: names and shapes for saving
-    recomputed: int
+    recomputed: int  # layers that run once more in the backward pass
+    within: int  # and those that do so inside their compiled code
+    compiler: Compiler | None  # None: layers run as they are written
     said: tuple[Message, ...]
 
 
@@ -61,7 +66,7 @@ def assemble(
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError(Message("train.zero0-fp16"))
-    if not levers.is_fsdp2 and levers.precision == "fp16":
+    if levers.uses_deepspeed and levers.precision == "fp16":
         from deepspeed.accelerator import get_accelerator
 
         if not get_accelerator().is_fp16_supported():
@@ -105,6 +110,7 @@ def assemble(
         if zero3:
             assert config.deepspeed is not None
             model = build.partition(model, kernel, config.deepspeed, trust_remote_code=trusted)
+        kernels_said = install_kernels(model, levers, on_gpu=place.on_gpu)
         if source is not None:
             fill_buffers(model, source)
         build.freeze(model, levers)
@@ -115,7 +121,17 @@ def assemble(
         model = adapt(model)
         if not zero3:
             build.cast_meta(model, rests_in)
-        recomputed = build.recompute(model, levers.checkpointing)
+        within, compiler, compile_said = 0, None, None
+        if levers.compile == "layers":
+            if (obstacle := find_obstacle(levers, place)) is None:
+                compile_said = keep_code(cache.parent, place, config.world.gpus_per_node)
+                compiler = Compiler(events)
+                recomputed, within = compiler.compile(model, levers.checkpointing)
+            else:
+                compile_said = Message("train.not-compiled", why=obstacle)
+        if compiler is None:
+            recomputed = recompute(model, levers.checkpointing)
+        select_said = say_whole(model, levers.checkpointing)
         progress = events.progress(Message("train.reading-weights"))
         engine: Engine
         if levers.is_fsdp2:
@@ -133,14 +149,28 @@ def assemble(
         else:
             materialise(model, place.device)
             fill(model, read, working, place.rank, progress)
-            from tightfit.train.engines.deepspeed import DeepSpeed, report_meanwhile
+            if levers.engine == DDP:
+                from tightfit.train.engines.ddp import Ddp
 
-            with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
-                assert config.deepspeed is not None
-                engine = DeepSpeed(model, config.deepspeed, levers, place, config.training.weight_decay)
+                engine = Ddp(model, levers, place, config.training)
+            else:
+                from tightfit.train.engines.deepspeed import DeepSpeed, report_meanwhile
+
+                with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
+                    assert config.deepspeed is not None
+                    engine = DeepSpeed(model, config.deepspeed, levers, place, config.training.weight_decay)
     repaired = (Message("train.dtype-repaired", oddity=odd) for odd in oddities)
-    sentences = tuple(sentence for sentence in (said, scan_said, *repaired) if sentence)
-    return Assembled(engine=engine, hf_config=hf, twin=twin, recomputed=recomputed, said=sentences)
+    found = said, scan_said, kernels_said, compile_said, select_said
+    sentences = tuple(sentence for sentence in (*found, *repaired) if sentence)
+    return Assembled(
+        engine=engine,
+        hf_config=hf,
+        twin=twin,
+        recomputed=recomputed,
+        within=within,
+        compiler=compiler,
+        said=sentences,
+    )
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:

@@ -28,11 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tightfit.messages import Message
 from tightfit.train.config import AdapterSettings, ModelSource
-from tightfit.types import AttentionKernel, Checkpointing, ConfigError, Levers, Lora, ModelError
+from tightfit.types import AttentionKernel, ConfigError, Levers, Lora, ModelError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTENTION: dict[AttentionKernel, str] = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
@@ -227,52 +226,6 @@ def audit(model: nn.Module, dtype: torch.dtype) -> tuple[Message, ...]:
     )
 
 
-SMALLEST_MOVED_BYTES = 1 << 20  # a smaller tensor costs more to move than to keep
-
-
-def recompute(model: Any, how: Checkpointing) -> int:
-    """Activation checkpointing: switch it on; the number of layers that recompute.
-
-    Hugging Face's layers checkpoint themselves; the lowest K do so for `layers:K`, since what they keep would wait
-    longest. With `full+offload` the inputs go to the host: torch saves them through the hooks that are active when the
-    checkpoint is entered, while everything inside goes through the checkpoint's own.
-    """
-    if how.layers == 0:
-        return 0
-    body, layers = body_of(model), layers_of(model)
-    body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wanted = len(layers) if how.layers is None else how.layers
-    if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
-        if wanted != len(layers) or how.offload:
-            raise ConfigError(Message("train.cannot-recompute-some", model=type(body).__name__))
-        return wanted
-    layer: Any
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index < wanted
-        if how.offload:
-            layer._gradient_checkpointing_func = on_the_host
-    return wanted
-
-
-def on_the_host(function: Callable[..., Any], *args: Any) -> Any:
-    """A checkpoint whose inputs wait in host memory."""
-
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        if not tensor.is_cuda or tensor.numel() * tensor.element_size() < SMALLEST_MOVED_BYTES:
-            return tensor.device, tensor
-        # Pinned, and on the stream of the computation: the copy is ordered before whatever reuses the memory.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        return tensor.device, host
-
-    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor.to(device, non_blocking=True)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return checkpoint(function, *args, use_reentrant=False)
-
-
 _SCANS = {
     "mamba": "transformers.models.mamba.modeling_mamba",
     "falcon_mamba": "transformers.models.falcon_mamba.modeling_falcon_mamba",
@@ -398,7 +351,10 @@ class _WeightThen:
 
 def _let_go_of_weight(layer: nn.Module, _: Any, output: Tensor) -> None:
     """`MatMul4Bit` keeps the packed matrix outside `save_for_backward`, under recomputation too: what ZeRO-3 gathered
-    and released would stay until the backward pass, all layers of it. For that pass it is gathered again."""
+    and released would stay until the backward pass, all layers of it. For that pass it is gathered again. Compiled
+    code has no such node, nor ZeRO-3 around it."""
+    if torch.compiler.is_compiling():
+        return
     node: Any = output.grad_fn
     if node is not None and not hasattr(node, "tensors"):
         node = node.next_functions[0][0]  # behind the cast of its output

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tightfit.messages import Message
 from tightfit.train.build import attention_of, layers_of
 from tightfit.train.checkpoint import Saver
+from tightfit.train.compile import fix_width
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import IGNORED, Samples, batch, flatten
@@ -51,13 +52,24 @@ class Window:
 
 
 class Windows:
+    """The next one can be made ahead, while the device still works on the last. Its tensors wait in the host's memory,
+    and only those of its first micro batch: the others are made while the device has work."""
+
     def __init__(self, samples: Samples, order: Order, levers: Levers, place: Place, pad_id: int) -> None:
         self.samples, self._order, self._levers, self._place, self._pad = samples, order, levers, place, pad_id
+        self._ahead: tuple[int, Window, dict[str, Tensor]] | None = None
         # The kernel that runs, not the one that was asked for: sdpa would pay for a long row with the square of it.
+        self._compiled = levers.compile == "layers"
         self._one_row = attention_of(levers, place.on_gpu)[0] == "flash"
 
     def window(self, step: int) -> Window:
+        if self._ahead is not None and self._ahead[0] == step:
+            return self._ahead[1]
         return self.of(self._order.window(step))
+
+    def make_ahead(self, step: int) -> None:
+        window = self.window(step)
+        self._ahead = step, window, self._on_host(window.micro_batches[0])
 
     def of(self, indices: Any) -> Window:
         """The window of these samples, in this order."""
@@ -72,22 +84,35 @@ class Windows:
 
     def inputs(self, window: Window) -> Iterator[dict[str, Tensor]]:
         """The tensors of each micro batch, on the device."""
-        return map(self.tensors, window.micro_batches)
+        ahead, self._ahead = self._ahead, None
+        for number, indices in enumerate(window.micro_batches):
+            if number == 0 and ahead is not None and ahead[1] is window:
+                yield self._on_device(ahead[2])
+                del ahead
+            else:
+                yield self.tensors(indices)
 
     def tensors(self, indices: Any, unheard: Any = None) -> dict[str, Tensor]:
         """`unheard`: which of the rows do not count in the loss."""
-        made = batch(self.samples, indices, self._pad)
+        return self._on_device(self._on_host(indices, unheard))
+
+    def _on_host(self, indices: Any, unheard: Any = None) -> dict[str, Tensor]:
+        """With `position_ids` where a row holds more than one document: see `documents.py`."""
+        # Compiled code is made for each length that it meets.
+        longest = int(self.samples.lengths[indices].max()) if self._compiled else 0
+        width = fix_width(longest, self.samples.sequence) if longest else None
+        made = batch(self.samples, indices, self._pad, pad_to=width)
         if unheard is not None:
             made.labels[torch.as_tensor(unheard)] = IGNORED
         if made.position_ids is not None and self._one_row:
             made = flatten(made)  # transformers sees the borders of packed documents in a single row only
         tensors = {"input_ids": made.input_ids, "labels": made.labels}
-        if made.position_ids is not None:
+        if made.position_ids is not None and not made.position_ids[:, 1:].all():
             tensors["position_ids"] = made.position_ids
-        if self._place.on_gpu:
-            device = self._place.device
-            tensors = {name: each.pin_memory().to(device, non_blocking=True) for name, each in tensors.items()}
-        return tensors
+        return {name: each.pin_memory() for name, each in tensors.items()} if self._place.on_gpu else tensors
+
+    def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: each.to(self._place.device, non_blocking=True) for name, each in tensors.items()}
 
 
 class NotSaved(TightfitError):
@@ -101,6 +126,7 @@ class Votes(NamedTuple):
     asked: float  # ranks that were asked to stop
     late: float  # ranks whose clocks say that the time is over
     due: float  # whether rank 0's clock wants a checkpoint
+    compiled_s: float  # what went into compiling in this step, on all ranks
 
 
 @dataclass(kw_only=True)
@@ -116,6 +142,7 @@ class Loop:
     saver: Saver | None  # None: nothing is saved on the way
     standing: Callable[[int], dict[str, Any]]  # what a checkpoint says of the run after so many steps
     skips: frozenset[int] = frozenset()  # steps whose samples are left out, from 1
+    compile_s: Callable[[], float] = float  # what this rank has compiled for since it was last asked
     began: float = field(default_factory=time.monotonic)
     saved_at: float = field(default_factory=time.monotonic)
     step_seconds: list[float] = field(default_factory=list)
@@ -129,6 +156,7 @@ class Loop:
         recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         if first:
             self._evaluate(first - 1)  # which came after the checkpoint, and may not have been done
+        self.compile_s()  # the probe's
         for step in range(first, self.steps):
             began = time.monotonic()
             seed_step(self.config.training.seed, step, self.place)
@@ -141,17 +169,22 @@ class Loop:
                 self._evaluate(step)
                 continue
             rate, heartbeat = learning_rate(self.config.training, step, self.steps), self.events.heartbeat
-            share = self._accumulate(step, window)
+            added = self._accumulate(step, window)
             heartbeat.at("step", step + 1)
-            stepped = self.engine.step(rate)
+            launched = self.engine.step(rate)
+            # The host does what it can before it waits: what comes after that keeps the device waiting.
+            reading = read_memory(self.place.device)
+            if step + 1 < self.steps and step + 2 not in self.skips:
+                self.windows.make_ahead(step + 1)
+            share, stepped = launched.read(added)
             heartbeat.at("vote", step + 1)
-            votes = self._agree(float(share))
+            votes = self._agree(share)
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
             loss = votes.loss / (1 if self.place.rehearsal else self.place.world)
             seconds = time.monotonic() - began
-            recent.append((window.tokens, seconds))
-            self.step_seconds.append(seconds)
-            reading = read_memory(self.place.device)
+            if not votes.compiled_s:  # or it says nothing about the steps to come
+                recent.append((window.tokens, seconds))
+                self.step_seconds.append(seconds)
             tokens, spent = sum(each for each, _ in recent), sum(each for _, each in recent)
             self.tokens_per_s = tokens / spent if spent else None
             self.last_loss = loss
@@ -164,9 +197,10 @@ class Loop:
                 grad_norm=stepped.grad_norm,
                 learning_rate=rate,
                 tokens_per_s=self.tokens_per_s,
-                step_s=round(recent[-1][1], 6),
+                step_s=round(seconds, 6),
+                **({"compiled": True} if votes.compiled_s else {}),
                 tokens=window.tokens,
-                seconds_left=(self.steps - step - 1) * spent / len(recent),
+                seconds_left=(self.steps - step - 1) * spent / len(recent) if recent else None,
                 epoch=round((step + 1) * self.config.effective_batch / max(1, len(self.windows.samples)), 6),
                 memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")},
                 **({} if reading.alloc_retries is None else {"alloc_retries": reading.alloc_retries}),
@@ -184,7 +218,7 @@ class Loop:
         limit, minutes, now = self.config.timeout_s, self.config.saving.every_minutes, time.monotonic()
         late = limit is not None and now - self.began >= limit
         due = self.place.leads and minutes is not None and now - self.saved_at >= 60 * minutes
-        return Votes(*totals(self.place, share, float(self.stop.is_asked), float(late), float(due)))
+        return Votes(*totals(self.place, share, float(self.stop.is_asked), float(late), float(due), self.compile_s()))
 
     def _save(self, done: int, votes: Votes) -> Ending | None:
         """A checkpoint where one is due; how the run ends, if it does."""
@@ -245,7 +279,8 @@ class Loop:
         if self.held is None or not is_due:
             return
         samples = self.held.samples
-        micro, world, added = self.config.levers.micro_batch, self.place.world, 0.0
+        micro, world = self.config.levers.micro_batch, self.place.world
+        added = torch.zeros((), dtype=torch.float64, device=self.place.device)
         self.events.heartbeat.at("eval", step + 1)
         began = time.monotonic()
         self.engine.train(False)
@@ -254,9 +289,10 @@ class Loop:
                 indices = np.arange(micro) + begin + self.place.rank * micro
                 inputs = self.held.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
                 # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
-                added += float(self.engine.forward(inputs, 1.0)) / world
+                added += self.engine.forward(inputs, 1.0).double() / world
         self.engine.train(True)
-        loss = totals(self.place, added)[0] / max(1, int(samples.loss_tokens.sum()))
+        self.compile_s()  # which belongs to no step
+        loss = totals(self.place, float(added))[0] / max(1, int(samples.loss_tokens.sum()))
         self.events.write(
             "eval",
             step=step + 1,

@@ -1,9 +1,9 @@
 """The optimizer of a job, for either engine, and its learning rate at each step.
 
-bitsandbytes hands pointers to its kernels and refuses the DTensors that FSDP2's shards are. Its updates and its blocks
-of states go element by element over one tensor, so each rank can let it work on the plain tensor that lies under each
-of its shards (`LocalParts`). What the engine sees stays a DTensor: the loss scale's check and the clipping look at all
-ranks' gradients, and only the step itself is local.
+FSDP2's shards are DTensors. bitsandbytes hands pointers to its kernels and refuses them; torch's own optimizers take
+them, at tens of microseconds of Python for each parameter, in which the GPU waits. An update goes element by element
+over one tensor, and so do bitsandbytes' blocks of states, so each rank lets its optimizer work on the plain tensor that
+lies under each of its shards (`LocalParts`). What the engine sees stays a DTensor, and only the step itself is local.
 
 States of 8 bits are read and written as fp32 numbers. bitsandbytes keeps one as one byte an element, an index into a
 map of 256 numbers between -1 and 1, and one fp32 scale for each block of elements: a value is its number times its
@@ -53,28 +53,28 @@ def groups(model: nn.Module, weight_decay: float) -> Groups:
 
 def make_optimizer(kind: Optimizer, param_groups: Groups, *, fused: bool) -> torch.optim.Optimizer:
     """At learning rate zero: the loop sets it before each step, and DeepSpeed may take a step while it starts."""
-    if kind == "adamw":
-        return torch.optim.AdamW(param_groups, lr=0.0, betas=BETAS, eps=EPS, fused=fused)
-    if kind == "sgd":
-        return torch.optim.SGD(param_groups, lr=0.0)
-    if kind == "adafactor":
-        maker: Any = import_module("transformers.optimization").Adafactor
-        made: torch.optim.Optimizer = maker(param_groups, lr=0.0, relative_step=False, scale_parameter=False)
-        return made
 
-    def make_8bit(groups: Groups) -> torch.optim.Optimizer:
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        if kind == "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPS, fused=fused)
+        if kind == "sgd":
+            return torch.optim.SGD(groups, lr=0.0, fused=fused)
+        if kind == "adafactor":
+            maker: Any = import_module("transformers.optimization").Adafactor
+            made: torch.optim.Optimizer = maker(groups, lr=0.0, relative_step=False, scale_parameter=False)
+            return made
         try:
             import bitsandbytes.optim as eight_bit
         except ImportError:
             raise ConfigError(Message("train.optimizer-needs-bitsandbytes", optimizer=kind)) from None
         on_host = groups[0]["params"][0].device.type == "cpu"  # where nothing can be paged out
         paged = kind == "paged_adamw8bit" and not on_host
-        maker: Any = getattr(eight_bit, "PagedAdamW8bit" if paged else "AdamW8bit")
+        maker = getattr(eight_bit, "PagedAdamW8bit" if paged else "AdamW8bit")
         optimizer: torch.optim.Optimizer = maker(groups, lr=0.0, betas=BETAS, eps=EPS)
         return optimizer
 
     sharded = isinstance(param_groups[0]["params"][0], DTensor)
-    return LocalParts(param_groups, make_8bit) if sharded else make_8bit(param_groups)
+    return LocalParts(param_groups, make) if sharded else make(param_groups)
 
 
 class LocalParts(torch.optim.Optimizer):
@@ -96,7 +96,8 @@ class LocalParts(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs["lr"] = ours["lr"]
         for param, local in self.locals.items():
-            local.data = _part(param)  # the first forward pass pads and pins shards, which moves them
+            if local.data_ptr() != (part := _part(param)).data_ptr():
+                local.data = part  # the first forward pass pads and pins shards, which moves them
             local.grad = None if param.grad is None or local.numel() == 0 else _part(param.grad)
         try:
             self.inner.step()
@@ -104,11 +105,39 @@ class LocalParts(torch.optim.Optimizer):
             for local in self.locals.values():
                 local.grad = None
 
+    def grads(self) -> list[Tensor]:
+        """This rank's parts of all gradients."""
+        return [_part(param.grad) for param in self.locals if param.grad is not None]
+
+
+def step_unless(optimizer: Any, spoilt: Tensor) -> None:
+    """A step, unless `spoilt` is 1. Torch's fused kernels look for themselves, so that the host need not wait."""
+    inner = getattr(optimizer, "inner", optimizer)
+    if inner.defaults.get("fused"):
+        inner.found_inf = spoilt  # as torch's own loss scaler tells them
+        optimizer.step()
+        inner.found_inf = None
+    elif not spoilt:
+        optimizer.step()
+
+
+@torch.no_grad()
+def clip(grads: list[Tensor], most: float, reduce: Callable[[Tensor], Any] | None) -> Tensor:
+    """Scale the gradients so that their norm is `most` at most; 0: leave them. The norm of all of them, as it was.
+    `reduce` adds up the ranks' numbers in place; None: there is one rank."""
+    norm = nn.utils.get_total_norm(grads).float()
+    if reduce is not None:
+        reduce(norm.square_())
+        norm.sqrt_()
+    if most > 0 and grads:
+        torch._foreach_mul_(grads, (most / (norm + 1e-6)).clamp(max=1.0).to(grads[0]))  # as torch does it
+    return norm
+
 
 def _part(tensor: Tensor) -> Tensor:
     """This rank's part, sharing its memory."""
     assert isinstance(tensor, DTensor)
-    part = tensor.to_local().detach()
+    part: Tensor = tensor._local_tensor  # which `to_local` hands out through autograd
     assert part.is_contiguous()  # of another layout bitsandbytes would update a copy
     return part
 

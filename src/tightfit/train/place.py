@@ -126,7 +126,8 @@ def join_alone(rank: int, world: int) -> None:
 
     What it gathers are copies of this rank's own share. What it scatters, torch before 2.13 leaves as it lay in memory:
     such gradients may be infinite, fp16 then skips every step, and the optimizer's memory is never measured. So this
-    rank's share is put there. Nothing more is allocated than in a real group.
+    rank's share is put there. It gathers by a copy for each rank, launched one by one; a real group launches once, and
+    so does this one. Nothing more is allocated than in a real group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -136,6 +137,33 @@ def join_alone(rank: int, world: int) -> None:
         for module in (dist, dist.distributed_c10d):  # DeepSpeed and FSDP2 call both
             if hasattr(module, name):
                 setattr(module, name, fill_own_share(getattr(module, name)))
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        for module in (dist, dist.distributed_c10d):
+            if hasattr(module, name):
+                setattr(module, name, gather_at_once(getattr(module, name)))
+
+
+def gather_at_once(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which fills its first argument with copies of the second at once."""
+    how = signature(gather)
+
+    def gather_and_fill(*words: Any, **named: Any) -> Any:
+        told = how.bind(*words, **named).arguments
+        output, given, *_ = told.values()
+        if told.get("async_op"):
+            return gather(*words, **named)
+        rank, world = dist.get_rank(told.get("group")), dist.get_world_size(told.get("group"))
+        rows, row = output.view(world, -1), given.view(1, -1)
+        if row.nbytes % 8 == 0 and row.data_ptr() % 8 == 0 == output.data_ptr() % 8:
+            rows, row = rows.view(torch.int64), row.view(torch.int64)  # the fewer elements, the faster
+        in_place = row.data_ptr() == rows[rank].data_ptr()
+        with torch.no_grad():
+            for others in (rows[:rank], rows[rank + 1 :]) if in_place else (rows,):
+                if len(others):
+                    others.copy_(row)
+        return None
+
+    return gather_and_fill
 
 
 def fill_own_share(scatter: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanP
         ok = world == 1 or share <= (1 + ROOM) / world + small
         here, whole = held.weight_bytes / MEBIBYTE, held.whole_weight_bytes / MEBIBYTE
         yield "weights", ok, Message("train.weights-sharded", held=here, whole=whole, share=share)
-    if levers.engine != "zero0":
+    if not levers.shards_nothing:
         share = held.state_elements / max(1, held.trainable_elements)
         ok = world == 1 or held.state_elements <= (1 + ROOM) * held.fair_elements + 1e-3 * held.trainable_elements
         here, whole = held.state_elements, held.trainable_elements
@@ -76,11 +76,14 @@ def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanP
             yield "offload_param", ok, Message("train.weights-place", place=held.weights_on)
 
 
-def recomputation(wanted: int, seen: int) -> PlanProof:
-    """After the first backward pass: layers that really ran twice."""
+def recomputation(wanted: int, seen: int, within: int = 0) -> PlanProof:
+    """After the first backward pass: layers that really ran twice. `within`: those that do so inside their compiled
+    code, which nobody sees from outside."""
     text = Message("train.layers-recompute", seen=seen, wanted=wanted)
     if wanted == 0:
         text = Message("train.some-recompute", seen=seen) if seen else Message("train.none-recompute")
+    if within and not seen:
+        text = Message("train.recompute-within", within=within)
     return "checkpointing", seen == wanted, text
 
 
@@ -132,7 +135,7 @@ def probe(
                 if first:
                     recomputed = len(calls)
                     milestones.measure("backward")
-            stepped = engine.step(0.0)
+            _, stepped = engine.step(0.0).read(torch.zeros((), device=place.device))
             taken += not stepped.skipped or stepped.loss_scale is None
             seconds = time.monotonic() - began
             if taken == PASSES:

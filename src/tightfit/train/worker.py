@@ -205,7 +205,7 @@ class Worker:
             largest = windows.of(worst(samples, config.effective_batch))
             seconds, peak_bytes, recomputed = probe(made.engine, windows, largest, milestones, place)
             self.events.write("probe", seconds=round(seconds, 3), peak_bytes=peak_bytes)
-            self._prove(recomputation(made.recomputed, recomputed))
+            self._prove(recomputation(made.recomputed, recomputed, made.within))
         if found is not None:
             self._load(found, made)
         model = model_set(made, config, prepared.tokenizer, place)
@@ -234,6 +234,7 @@ class Worker:
             saver=saver,
             standing=lambda done: resume.describe_state(config, job, made.engine.counters(), done, _versions()),
             skips=self.options.skip_steps,
+            compile_s=float if made.compiler is None else made.compiler.take_seconds,
         )
         gc.collect()
         gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
@@ -333,7 +334,7 @@ class Worker:
         self.events.report(Message("train.loading-checkpoint"), 1, 1)
 
     def assemble(self, prepared: Prepared, found: FoundCheckpoint | None) -> Assembled:
-        if not self.config.levers.is_fsdp2:
+        if self.config.levers.uses_deepspeed:
             from tightfit.train.engines.deepspeed import join, report_meanwhile
 
             if self.place.leads:

@@ -47,7 +47,7 @@ def deepspeed_json(plan: Plan, target: Target) -> str:
     check_version(target.deepspeed_version)
     on_host, is_adam = levers.offload_optimizer != "none", levers.optimizer == HOST_ADAM
     refused = (
-        (levers.is_fsdp2, Message("deepspeed.fsdp2-has-no-file")),
+        (not levers.uses_deepspeed, Message("deepspeed.fsdp2-has-no-file", engine=levers.engine)),
         (pure and levers.engine == "zero0", Message("deepspeed.pure-needs-sharding")),
         (pure and levers.precision == "fp16" and not on_host, Message("deepspeed.pure-fp16-needs-offload")),
         (pure and on_host and not is_adam, Message("deepspeed.pure-offload-needs-adamw")),
@@ -92,7 +92,7 @@ def deepspeed_notes(plan: Plan, target: Target) -> tuple[Message, ...]:
     """What a reader of the file should know, a sentence each."""
     way = require_way(plan)
     levers, on_rocm = way.levers, way.hardware.gpu.vendor in ("amd", "hygon")
-    if levers.is_fsdp2:
+    if not levers.uses_deepspeed:
         return ()
     extra = 4 * levers.buckets.reduce_bucket / GIB
     has_block = pure_16bit(levers) and levers.offload_optimizer != "none"

@@ -29,7 +29,7 @@ from tightfit.messages import Message, Said
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.trainers import LIGER_UNDER_THE_TRAINER
 from tightfit.priced import amounts
-from tightfit.types import Checkpointing, ConfigError, Hardware, Levers, Optimizer
+from tightfit.types import DDP, Checkpointing, ConfigError, Hardware, Levers, Optimizer
 
 OLDEST, NEWEST = "4.40.0", "5.22.2"  # the range whose sources were read
 
@@ -219,6 +219,8 @@ def fuses(way: Way, version: str) -> bool:
 
 
 def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
+    if way.levers.engine == DDP:  # as the Trainer runs it by itself
+        return {}
     if not way.levers.is_fsdp2:
         if deepspeed_file is None:
             raise ConfigError(Message("huggingface.engine-needs-file", engine=way.levers.engine))

@@ -26,7 +26,7 @@ def launcher_of(plan: Plan, target: Target) -> str:
         return STARTS[plan.job.trainer]
     way = require_way(plan)
     # DeepSpeed's launcher counts sockets where there is no GPU, and refuses more ranks than that.
-    plain = way.levers.is_fsdp2 or way.hardware.gpu.vendor == "cpu"
+    plain = not way.levers.uses_deepspeed or way.hardware.gpu.vendor == "cpu"
     return "torchrun" if plain else "deepspeed"
 
 

@@ -41,8 +41,8 @@ def require_way(plan: Plan) -> Way:
 
 
 def deepspeed_file_of(plan: Plan) -> str | None:
-    """The name of DeepSpeed's own file; None: FSDP2 has none."""
-    return None if require_way(plan).levers.is_fsdp2 else DEEPSPEED_FILE
+    """The name of DeepSpeed's own file; None: another engine runs it."""
+    return DEEPSPEED_FILE if require_way(plan).levers.uses_deepspeed else None
 
 
 def worker_json(plan: Plan) -> str:

@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from tightfit.messages import Message
+from tightfit.train import documents
 from tightfit.train.build import DTYPES
 from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import is_on_nvme
@@ -55,6 +57,34 @@ class Stepped:
     grad_norm: float | None  # before clipping; None: nobody measured it
     skipped: bool  # a gradient overflowed, and nothing was updated
     loss_scale: float | None  # fp16's; None: there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A step that the host has launched. What became of it may still be on the device: the host does what it can
+    meanwhile, and then reads everything at once, since each number that it asked for by itself would be a wait."""
+
+    grad_norm: Tensor | float | None
+    skipped: Tensor | bool
+    loss_scale: Tensor | float | None
+
+    def read(self, loss: Tensor) -> tuple[float, Stepped]:
+        """Wait for it. `loss` travels along."""
+        asked = (loss, self.grad_norm, self.skipped, self.loss_scale)
+        there = [each.detach().float() for each in asked if isinstance(each, Tensor) and each.device == loss.device]
+        read = iter(torch.stack(there).tolist())
+
+        def number(each: Any) -> Any:
+            if isinstance(each, Tensor):
+                return next(read) if each.device == loss.device else float(each)
+            return each
+
+        value, norm, skipped, scale = map(number, asked)
+        return value, Stepped(
+            grad_norm=None if norm is None else float(norm),
+            skipped=bool(skipped),
+            loss_scale=None if scale is None else float(scale),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +158,15 @@ class Engine(ABC):
         self.model, self._levers, self._place = model, levers, place
         self._loss = WindowLoss(model, levers.loss)
         self._runs: Any = model  # what is called: the model, or what a library puts around it
+        self._documents = documents.Told()
 
     def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
         """A micro batch's share of the window's mean loss, times the number of ranks. `divisor` is the number of tokens
         of the window that count."""
         self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
-        loss: Tensor = self._runs(**inputs, use_cache=False).loss
+        self._documents.several = "position_ids" in inputs
+        with self._documents:
+            loss: Tensor = self._runs(**inputs, use_cache=False).loss
         return loss
 
     def train(self, mode: bool) -> None:
@@ -176,7 +209,8 @@ class Engine(ABC):
         """`last`: of the window; what follows is its step."""
 
     @abstractmethod
-    def step(self, learning_rate: float) -> Stepped: ...
+    def step(self, learning_rate: float) -> Launched:
+        """Where gradients are not finite nothing is updated."""
 
     @abstractmethod
     def forget(self) -> None:

@@ -27,13 +27,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tightfit.mamba.install import whole_mixers
 from tightfit.messages import Message
 from tightfit.runs.build_lock import LOCK
 from tightfit.train import optimizers
-from tightfit.train.engines import MASTER, Counters, Engine, LossScale, ScaleExhausted, Shapes, State, Stepped, moments
+from tightfit.train.engines import MASTER, Counters, Engine, Launched, LossScale, ScaleExhausted, Shapes, State, moments
 from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
@@ -87,15 +88,23 @@ class DeepSpeed(Engine):
         self._wrapper = self._engine.optimizer
         self._basic = self._engine.basic_optimizer
         self._scaler = copy.deepcopy(getattr(getattr(self._wrapper, "loss_scaler", None), "__dict__", {}))
+        look_at_once(self._wrapper)
         if stage == 0:
             optimizers.forget(self._basic)
+            # Or a single rank copies its gradients into a buffer, sums them up with nobody's, and copies them back.
+            self._engine.enable_backward_allreduce = place.world > 1 or levers.precision == "fp32"
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        self._engine.backward(loss, scale_wrt_gas=False)
+        if (self._levers.stage or 0) == 0:
+            # DeepSpeed (0.19.8) divides the gradient of what its forward pass returned by the accumulation, unless a
+            # hook of its `backward` on the same tensor has been called before: which comes later, and so in vain.
+            loss = loss.clone()
+        with self._documents:
+            self._engine.backward(loss, scale_wrt_gas=False)
         if not last:
             self._engine.step()  # which only counts the micro batches
 
-    def step(self, learning_rate: float) -> Stepped:
+    def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._basic, learning_rate)
         before = self._engine.skipped_steps
         try:
@@ -107,7 +116,7 @@ class DeepSpeed(Engine):
         norm = self._engine.get_global_grad_norm()
         scale = float(self._engine.optimizer.loss_scale) if self._levers.precision == "fp16" else None
         skipped = self._engine.skipped_steps > before
-        return Stepped(grad_norm=None if norm is None else float(norm), skipped=skipped, loss_scale=scale)
+        return Launched(grad_norm=norm, skipped=skipped, loss_scale=scale)
 
     def forget(self) -> None:
         if self._levers.offload_optimizer == "nvme":
@@ -216,6 +225,26 @@ def _elementwise(flat: Tensor, basic: Any) -> dict[str, Tensor]:
     """A flat vector of fp32 copies with its moments."""
     kept = {kind: held for kind, held in basic.state[flat].items() if isinstance(held, Tensor)}
     return {MASTER: flat.detach()} | {kind: held.detach() for kind, held in kept.items() if held.shape == flat.shape}
+
+
+def look_at_once(wrapper: Any) -> None:
+    """DeepSpeed looks for what is not finite gradient by gradient, with ten kernels each, and without ZeRO it asks the
+    device for every answer: as many waits as parameters, at the end of each step, when the device has nothing else to
+    do. Here it gets the same answer of all gradients together."""
+    if (checker := getattr(wrapper, "overflow_checker", None)) is not None:
+        checker.has_overflow_serial = lambda params: bool(any_spoilt(param.grad for param in params))
+    if hasattr(wrapper, "has_overflow_partitioned_grads_serial"):
+        wrapper.has_overflow_partitioned_grads_serial = lambda: any_spoilt(
+            grad for number, _ in enumerate(wrapper.bit16_groups) for grad in wrapper.averaged_gradients[number]
+        )
+
+
+def any_spoilt(grads: Iterable[Tensor | None]) -> Tensor:
+    """Whether an element is not finite, as one number on the device."""
+    held = [grad.detach() for grad in grads if grad is not None and grad.numel()]
+    if not held:
+        return torch.zeros(1, dtype=torch.bool)
+    return torch.stack(torch._foreach_norm(held, float("inf"))).isfinite().all().logical_not().view(1)
 
 
 def gather_mixers_whole(model: nn.Module, config: Mapping[str, Any]) -> None:

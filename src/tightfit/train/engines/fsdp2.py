@@ -8,23 +8,28 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.profiler import record_function
 
 from tightfit.messages import Message
 from tightfit.train import optimizers
 from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
-from tightfit.train.engines import Counters, Engine, LossScale, Shapes, State, Stepped, moments
+from tightfit.train.engines import Launched, Shapes, State, moments
+from tightfit.train.engines.scaled import ScaledEngine
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
-GROWTH_INTERVAL = 1000
-"""Steps without an overflow after which the loss scale doubles, as in the DeepSpeed files that we write."""
+UNMARKED = nullcontext()
+"""In place of a mark that nobody reads."""
 
 
 def shard(model: Any, levers: Levers, place: Place) -> None:
@@ -45,45 +50,32 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
         groups = [embedding, *groups, [*norms, head]]
     for group in (*groups, model):
         fully_shard(group, **options)
+    mark_if_watched()
 
 
-class Fsdp2(Engine):
+def mark_if_watched() -> None:
+    """FSDP2 marks a dozen ranges of each group and step for profilers. A mark takes the host as long as launching five
+    kernels, whether anybody profiles or not: so now only if."""
+    watched: Any = import_module("torch.autograd")._profiler_enabled
+    with suppress(ImportError):
+        inside: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+        inside.record_function = lambda name: record_function(name) if watched() else UNMARKED
+
+
+class Fsdp2(ScaledEngine):
     def __init__(self, model: Any, levers: Levers, place: Place, training: OptimizerConfig) -> None:
-        super().__init__(model, levers, place)
+        super().__init__(model, levers, place, training)
         if levers.optimizer == "adafactor":
             raise ConfigError(Message("engine.adafactor-fsdp2"))
-        self._clip = training.clip
         groups = optimizers.groups(model, training.weight_decay)
-        self._optimizer = optimizers.make_optimizer(levers.optimizer, groups, fused=True)
-        self._rests_on = "cpu" if levers.offload_param != "none" else place.device.type
-        self._first_power = training.first_scale_power
-        self._scaler = self._fresh_scaler()
+        made = optimizers.make_optimizer(levers.optimizer, groups, fused=True)
+        assert isinstance(made, optimizers.LocalParts)
+        self._optimizer: optimizers.LocalParts = made
 
-    def _fresh_scaler(self) -> torch.amp.GradScaler:
-        """Without fp16, one that changes nothing."""
-        first, is_fp16 = 2.0 ** (self._first_power or 0), self._first_power is not None
-        return torch.amp.GradScaler(self._rests_on, first, growth_interval=GROWTH_INTERVAL, enabled=is_fp16)
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, learning_rate: float) -> Stepped:
+    def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
         self._scaler.unscale_(self._optimizer)
-        trained = [param for param in self.model.parameters() if param.requires_grad]
-        norm = nn.utils.clip_grad_norm_(trained, self._clip if self._clip > 0 else float("inf"))
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        skipped = not bool(torch.isfinite(norm))
-        if self._scaler.is_enabled() or not skipped:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-        self._optimizer.zero_grad()
-        scale = float(self._scaler.get_scale()) if self._scaler.is_enabled() else None
-        return Stepped(grad_norm=float(norm), skipped=skipped, loss_scale=scale)
-
-    def forget(self) -> None:
-        optimizers.forget(self._optimizer)
-        self._scaler = self._fresh_scaler()
+        return self._launch(self._optimizer.grads(), None if self._place.is_alone else dist.all_reduce)
 
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)
@@ -92,18 +84,6 @@ class Fsdp2(Engine):
     def shapes(self) -> Shapes:
         whole = {shard.path: shard.shape for shard in self._trainable()}
         return dict.fromkeys(moments(self._levers.optimizer), whole)
-
-    def counters(self) -> Counters:
-        scale = None
-        if tracked := self._scaler.state_dict():
-            scale = LossScale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
-        return Counters(optimizer_steps=optimizers.count_steps(self._optimizer), scale=scale)
-
-    def go_on(self, counters: Counters, step: int) -> None:
-        optimizers.set_steps(self._optimizer, counters.optimizer_steps)
-        if (tracked := self._scaler.state_dict()) and counters.scale is not None:
-            tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
-            self._scaler.load_state_dict(tracked)
 
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         shards = self._trainable()

@@ -1,0 +1,181 @@
+"""What the worker holds with the levers of speed, against what was predicted: compiled layers, parts that run again.
+
+    python benchmarks/fast_memory.py prepare DIR [--later]             # on the desk: a plan for each row of `ROWS`
+    python benchmarks/fast_memory.py predict DIR > predicted.json      # on the desk, before anything runs
+    python benchmarks/fast_memory.py run DIR --out rows.jsonl [--at-once 6] [--only PART,PART]         # on a GPU
+    python benchmarks/fast_memory.py compare rows.jsonl                # how far off each was
+
+Real widths and few layers. Each row is a rehearsal of our own worker for three steps, one of `gpus` on one GPU, with
+all levers said. Several run at once, since each process counts its own memory. Those through DeepSpeed come last and
+one after another: the first of a machine builds an optimizer for a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fast
+
+MEASURED = fast.HERE / "data" / "h200-fast-memory.jsonl"
+LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}  # fmt: skip
+QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False}  # fmt: skip
+QWEN_32B = {"model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152_064, "tie_word_embeddings": False}  # fmt: skip
+QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False}  # fmt: skip
+GEMMA_9B = {"model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256_000}  # fmt: skip
+MISTRAL_7B = {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "vocab_size": 32_000, "sliding_window": None}  # fmt: skip
+MAMBA_7B = {"model_type": "falcon_mamba", "hidden_size": 4096, "intermediate_size": 8192, "state_size": 16,
+            "vocab_size": 65_024}  # fmt: skip
+LORA = {"model": (LLAMA_8B, 12), "method": "lora", "engine": "ddp", "micro_batch": 2}
+ONE_OF_8 = {"model": (QWEN_7B, 8), "gpus": "8xH200", "engine": "fsdp2"}
+
+ROWS: dict[str, dict[str, Any]] = {
+    "8B LoRA, none": {**LORA, "checkpointing": "none"},
+    "8B LoRA, elementwise": {**LORA, "checkpointing": "select:elementwise"},
+    "8B LoRA, mlp": {**LORA, "checkpointing": "select:mlp"},
+    "8B LoRA, qkv and mlp of 6": {**LORA, "checkpointing": "select:qkv,mlp+layers:6"},
+    "8B LoRA, 6 layers": {**LORA, "checkpointing": "layers:6"},
+    "8B LoRA, full": {**LORA, "checkpointing": "full"},
+    "8B LoRA, mlp, as written": {**LORA, "checkpointing": "select:mlp", "compile": "off"},
+    "8B LoRA, none, plain loss": {**LORA, "checkpointing": "none", "loss": "plain"},
+    "8B QLoRA, elementwise": {**LORA, "method": "qlora", "checkpointing": "select:elementwise"},
+    "0.5B full, none": {"model": (fast.QWEN_HALF_B, 24), "engine": "ddp", "micro_batch": 8,
+                        "checkpointing": "none"},
+    "0.5B full, mlp": {"model": (fast.QWEN_HALF_B, 24), "engine": "ddp", "micro_batch": 8,
+                       "checkpointing": "select:mlp"},
+    "0.5B full, ZeRO-2, elementwise": {"model": (fast.QWEN_HALF_B, 24), "gpus": "8xH200", "engine": "zero2",
+                                       "micro_batch": 8, "checkpointing": "select:elementwise"},
+    "0.5B full, ZeRO-1, qkv and mlp, as written": {"model": (fast.QWEN_HALF_B, 24), "gpus": "8xH200",
+                                                   "engine": "zero1", "micro_batch": 8, "compile": "off",
+                                                   "checkpointing": "select:qkv,mlp"},
+    "7.6B full, none": {**ONE_OF_8, "checkpointing": "none"},
+    "7.6B full, full": {**ONE_OF_8, "checkpointing": "full"},
+    "7.6B full, mlp, 4 rows": {**ONE_OF_8, "checkpointing": "select:mlp", "micro_batch": 4},
+    "7.6B full, mlp, as written": {**ONE_OF_8, "checkpointing": "select:mlp", "micro_batch": 2, "compile": "off"},
+    "7.6B full, ZeRO-2, none": {**ONE_OF_8, "engine": "zero2", "checkpointing": "none", "micro_batch": 2},
+    "7.6B full, ZeRO-1, full, twice": {**ONE_OF_8, "engine": "zero1", "checkpointing": "full", "accum": 2},
+    "32B LoRA, none": {"model": (QWEN_32B, 10), "gpus": "8xH200", "method": "lora", "engine": "fsdp2", "seq": 1024,
+                       "micro_batch": 2, "checkpointing": "none"},
+    "Qwen3 8B LoRA, elementwise": {"model": (QWEN3_8B, 12), "method": "lora", "engine": "ddp", "micro_batch": 2,
+                                   "checkpointing": "select:elementwise"},
+    "Gemma-2 9B LoRA, none": {"model": (GEMMA_9B, 10), "method": "lora", "engine": "ddp", "checkpointing": "none"},
+    "Gemma-2 9B LoRA, mlp": {"model": (GEMMA_9B, 10), "gpus": "2xH200", "method": "lora", "engine": "fsdp2",
+                             "micro_batch": 2, "checkpointing": "select:mlp"},
+    "Mistral full, ZeRO-2, none": {"model": (MISTRAL_7B, 8), "gpus": "4xH200", "engine": "zero2", "seq": 4096,
+                                   "checkpointing": "none"},
+    "7B Mamba full, none": {"model": (MAMBA_7B, 12), "gpus": "4xH200", "engine": "fsdp2", "scan": "tightfit",
+                            "checkpointing": "none"},
+    "7B Mamba full, full": {"model": (MAMBA_7B, 12), "gpus": "4xH200", "engine": "fsdp2", "scan": "tightfit",
+                            "checkpointing": "full"},
+}  # fmt: skip
+LATER: dict[str, dict[str, Any]] = {
+    "8B LoRA, out and mlp, 4 rows": {**LORA, "micro_batch": 4, "checkpointing": "select:out,mlp"},
+    "8B LoRA, 3 layers, 1024": {**LORA, "seq": 1024, "checkpointing": "layers:3"},
+    "8B LoRA, none, 8192": {**LORA, "micro_batch": 1, "seq": 8192, "checkpointing": "none"},
+    "8B LoRA, none, Liger": {**LORA, "checkpointing": "none", "compile": "off", "kernels": "fused"},
+    "8B LoRA, qkv and mlp, as written": {**LORA, "checkpointing": "select:qkv,mlp", "compile": "off"},
+    "8B QLoRA, full": {**LORA, "method": "qlora", "checkpointing": "full"},
+    "0.5B full, none, 4096": {"model": (fast.QWEN_HALF_B, 24), "engine": "ddp", "seq": 4096, "micro_batch": 2,
+                              "checkpointing": "none"},
+    "0.5B full, qkv, FSDP2": {"model": (fast.QWEN_HALF_B, 24), "gpus": "4xH200", "engine": "fsdp2", "micro_batch": 8,
+                              "checkpointing": "select:qkv"},
+    "0.5B full, none, Liger": {"model": (fast.QWEN_HALF_B, 24), "engine": "ddp", "micro_batch": 8,
+                                         "checkpointing": "none", "compile": "off", "kernels": "fused"},
+    "7.6B full, none, 2 rows": {**ONE_OF_8, "checkpointing": "none", "micro_batch": 2},
+    "7.6B full, elementwise": {**ONE_OF_8, "checkpointing": "select:elementwise"},
+    "7.6B full, full, 4 rows, twice": {**ONE_OF_8, "checkpointing": "full", "micro_batch": 4, "accum": 2},
+    "7.6B full, ZeRO-2, none": ROWS["7.6B full, ZeRO-2, none"],
+    "7.6B full, ZeRO-1, full, twice": ROWS["7.6B full, ZeRO-1, full, twice"],
+    "Mistral full, ZeRO-2, none": ROWS["Mistral full, ZeRO-2, none"],
+    "32B LoRA, mlp": {**ROWS["32B LoRA, none"], "checkpointing": "select:mlp"},
+    "Qwen3 8B full, mlp": {"model": (QWEN3_8B, 6), "gpus": "8xH200", "engine": "fsdp2", "checkpointing": "select:mlp"},
+    "Gemma-2 9B LoRA, full": {"model": (GEMMA_9B, 8), "method": "lora", "engine": "ddp", "checkpointing": "full"},
+    "Gemma-2 9B full, none": {"model": (GEMMA_9B, 6), "gpus": "8xH200", "engine": "fsdp2", "checkpointing": "none"},
+    "7B Mamba full, none": ROWS["7B Mamba full, none"],
+    "7B Mamba full, elementwise": {**ROWS["7B Mamba full, none"], "checkpointing": "select:elementwise"},
+    "Mistral LoRA, elementwise": {"model": (MISTRAL_7B, 8), "method": "lora", "engine": "ddp", "seq": 4096,
+                                  "checkpointing": "select:elementwise"},
+}  # fmt: skip
+"""Predicted when the first rows had been measured, and the model had learnt from them."""
+USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("prepare", "predict", "run", "compare"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--limit-s", type=int, default=120)
+    parser.add_argument("--until", type=float, default=float("inf"))
+    parser.add_argument("--later", action="store_true", help="prepare the rows of `LATER`")
+    parser.set_defaults(peers=False)
+    args = parser.parse_args()
+    if args.what == "run" and args.share is None:
+        shares = [[sys.executable, __file__, *sys.argv[1:], "--share", str(share)] for share in range(args.at_once)]
+        for started in [subprocess.Popen(words) for words in shares]:
+            started.wait()
+    elif args.what == "run":
+        fast.STEPS, fast.WARM_UP = 2, 1
+        every = fast.places_of
+        fast.places_of = lambda folder: share_of(every(folder), args.share, args.at_once)
+        fast.run(args)
+    else:
+        {"prepare": prepare, "predict": fast.predict, "compare": compare}[args.what](args)
+
+
+def name_of(row: str) -> str:
+    """Of its folder, and in what was measured."""
+    return row.replace(" ", "_").replace(",", "")
+
+
+def share_of(places: list[Path], share: int, shares: int) -> list[Path]:
+    last = [place for place in places if "ZeRO" in place.parent.name]
+    return [place for place in places if place not in last][share::shares] + (last if share == 0 else [])
+
+
+def compare(args: argparse.Namespace) -> None:
+    errors = []
+    for line in args.path.read_text().splitlines():
+        row = json.loads(line)
+        if "peak_gib" not in row:
+            print(row["job"], "failed:", row.get("error", "")[-300:])
+            continue
+        errors.append(abs(row["predicted_peak_gib"] / row["peak_gib"] - 1))
+        signed = row["predicted_peak_gib"] / row["peak_gib"] - 1
+        print(f"{row['job']:45s} {row['peak_gib']:8.3f} → {row['predicted_peak_gib']:8.3f} {signed:+.2%}")
+    if errors:
+        within = sum(1 for error in errors if error <= 0.005)
+        print(f"{len(errors)} rows, at most {max(errors):.2%}, {within} within 0.5 %")
+
+
+def prepare(args: argparse.Namespace) -> None:
+    for name, row in (LATER if args.later else ROWS).items():
+        wanted = {**USUAL, **row}
+        config, layers = wanted.pop("model")
+        ranks = int(wanted["gpus"].partition("x")[0])
+        wanted["effective_batch"] = wanted["micro_batch"] * wanted["accum"] * ranks
+        place = args.path / name_of(name) / "said"
+        fast.write_plan(place, {"model": {**config, "num_hidden_layers": layers}, **wanted})
+        if not (place / "worker.json").exists():
+            sys.stderr.write(f"{name}: no plan\n")
+            continue
+        levers = json.loads((place / "worker.json").read_text())["levers"]
+        for lever in ("compile", "engine", "loss", "kernels"):
+            assert levers[lever] == wanted.get(lever, levers[lever]), (name, lever, levers[lever])
+
+
+if __name__ == "__main__":
+    main()

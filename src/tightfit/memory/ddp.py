@@ -1,0 +1,85 @@
+"""Every GPU has everything, and torch alone computes it: no buckets, no wrapper around the optimizer.
+
+Weights and gradients have the working precision, and what trains has an fp32 copy, with which the optimizer works.
+Before a step every gradient is widened, and the narrow ones go. With accumulation that happens after each micro batch,
+so that nothing is added up in 16 bits. In fp32, and in pure 16 bits, the optimizer works on the parameters themselves.
+"""
+
+from __future__ import annotations
+
+from tightfit.memory.backward import peak_with_accumulation
+from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, logits, passing, worst
+from tightfit.memory.operations import FP32
+from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
+from tightfit.types import PhaseName
+
+
+def passes(job: MemoryJob) -> dict[PhaseName, Components]:
+    acts, wide = job.acts, _wide_earlier(job)
+    same = _earlier(job) - wide  # what autograd adds new gradients to
+    peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, same)
+    before = combine(_persistent(job), {"gradients": wide})
+    return {
+        "forward": combine(before, {"gradients": same}, passing(acts)),
+        "loss": combine(at_the_loss(job), keeping(acts)),
+        "backward": worst(combine(before, peak.components(acts.shared)), at_the_end(job)),
+    }
+
+
+def at_the_loss(job: MemoryJob) -> Components:
+    return combine(at_the_top(job), logits(job))
+
+
+def at_the_top(job: MemoryJob) -> Components:
+    return combine(_persistent(job), {"gradients": _earlier(job)})
+
+
+def at_the_end(job: MemoryJob) -> Components:
+    widened = FP32 * job.weights.trainable_numel if _widens(job) else 0
+    return combine(_persistent(job), {"gradients": _narrow(job) + (widened if job.levers.accumulation > 1 else 0)})
+
+
+def step(job: MemoryJob) -> Components:
+    """The narrow gradients go one by one while they are widened, all of whose room was asked for at once."""
+    widened = FP32 * job.weights.trainable_numel if _widens(job) else 0
+    narrow = 0 if widened and job.levers.accumulation > 1 else _narrow(job)
+    return combine(_persistent(job), {"gradients": narrow + widened})
+
+
+def initialise(job: MemoryJob) -> Components:
+    return worst(building(job), {"weights": job.weights.bytes, "master_weights": _masters(job)})
+
+
+def _widens(job: MemoryJob) -> bool:
+    return job.weights.trainable_width < FP32 and job.levers.master_weights
+
+
+def _narrow(job: MemoryJob) -> int:
+    return job.weights.trainable_numel * job.weights.trainable_width
+
+
+def _wide_earlier(job: MemoryJob) -> int:
+    return _earlier(job) if _widens(job) else 0
+
+
+def _earlier(job: MemoryJob) -> int:
+    """Gradients of earlier micro batches."""
+    each = FP32 if _widens(job) else job.weights.trainable_width
+    return each * job.weights.trainable_numel if job.levers.accumulation > 1 else 0
+
+
+def _masters(job: MemoryJob) -> int:
+    return FP32 * job.weights.trainable_numel if _widens(job) else 0
+
+
+def _persistent(job: MemoryJob) -> Components:
+    optimizer = job.levers.optimizer
+    states = state_bytes(optimizer, job.weights.trainable_numel, job.master_width, flat=True)
+    if optimizer in EIGHT_BIT:
+        states = eight_bit_states(optimizer, job.weights.trainable, 1).gpu
+    return {
+        "weights": job.weights.bytes,
+        "master_weights": _masters(job),
+        "optimizer_states": states,
+        "temporaries": job.workspaces,
+    }

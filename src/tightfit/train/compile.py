@@ -1,0 +1,240 @@
+"""Layers as code that torch.compile makes of them.
+
+Compiled is the inside of a layer and nothing around it: the instance's `forward` is replaced, so that `__call__` still
+runs the hooks with which FSDP2 gathers and DeepSpeed watches, and none of them is ever traced. All layers go through
+one function that is handed the layer: torch keeps its code by function and guards what that read of the layer, and as
+parameters are inputs of the code, every layer of a kind finds the code of the first. There is another for a layer whose
+input has no gradient (the lowest above frozen embeddings), for evaluation, and for each length of the rows.
+
+A layer is one graph or none. What torch breaks into pieces would keep other tensors than were priced, and a product
+that is recomputed could not be told from one that is kept. So a kind of layer in which torch finds what it cannot
+trace, or for which its compiler fails, runs as it is written, and one sentence says so.
+
+Recomputation is part of the graph: a checkpoint inside the function marks what is computed again, and what of that
+nobody needs, such as the layer's last product, is dropped. Inputs that wait on the host are the exception: the
+checkpoint that sends them there stands around the compiled code.
+
+The code of the backward pass would be made when that pass first runs, where there is no way back. It is made with the
+forward's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tightfit.inputs.surroundings import cores, inherited, is_installed, set_variable
+from tightfit.messages import Message, Said, say_why
+from tightfit.runs.disk import room
+from tightfit.runs.folder import COMPILED
+from tightfit.train.build import layers_of
+from tightfit.train.data.samples import MULTIPLE
+from tightfit.train.events import Events
+from tightfit.train.place import Place
+from tightfit.train.recompute import Contexts, inside, recompute
+from tightfit.types import Checkpointing, Levers
+
+BACKEND = "inductor"  # the compiler, by torch's name for it
+MOST_VARIANTS = 64
+"""Codes that torch keeps for all layers together: kinds of layers, with and without a gradient, times the lengths of
+rows. Its own limit of 8 is made for functions whose arguments surprise it; here every variant is known beforehand."""
+HALVINGS = 4
+"""How often the length of full rows may be halved for shorter ones. Each length is compiled when it first comes; a row
+is padded to less than twice its length unless it is shorter than a sixteenth of a full one."""
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable for where its compiler keeps code
+ROOM_BYTES = 1 << 28  # free where the code is to lie: it is a few MiB for each variant, and a full disk tears it
+MOST_PROCESSES = 4
+"""Processes with which a rank's compiler makes its kernels side by side. Its own number is that of all cores, on every
+rank of a machine, and each of them loads torch and Triton into the host's memory."""
+C_COMPILERS, CXX_COMPILERS = ("CC", "cc", "gcc", "clang"), ("CXX", "c++", "g++", "clang++")
+"""What Triton and torch's compiler look for: a variable, or one of these programs."""
+
+Say = Callable[[Message], None]
+
+
+class Compiler:
+    """Makes code of layers and keeps the time that this takes, since such a step says nothing about the pace."""
+
+    def __init__(self, events: Events) -> None:
+        self._events, self._began, self._untold_s, self._count, self._whole_s = events, 0.0, 0.0, 0, 0.0
+
+    def take_seconds(self) -> float:
+        """What went into compiling since this was last asked."""
+        seconds, self._untold_s = self._untold_s, 0.0
+        return seconds
+
+    def compile(self, model: nn.Module, how: Checkpointing) -> tuple[int, int]:
+        """Have every layer compiled at its first run. The number of layers that recompute around their code, and of
+        those that do so within it."""
+        dynamo: Any = torch._dynamo
+        dynamo.config.recompile_limit = max(MOST_VARIANTS, dynamo.config.recompile_limit)
+        functorch: Any = import_module("torch._functorch.config")
+        if hasattr(functorch, "force_non_lazy_backward_lowering"):
+            functorch.force_non_lazy_backward_lowering = True
+        if hasattr(dynamo, "callback"):
+            dynamo.callback.on_compile_start(lambda *_: self._begin())
+            dynamo.callback.on_compile_end(lambda *_: self._end())
+        _hush()
+        outside, within = recompute(model, how) if how.offload else 0, 0
+        kinds: dict[tuple[type, Contexts | None], LayerKind] = {}
+        for index, layer in enumerate(layers_of(model)):
+            contexts = None if how.offload else inside(layer, index, how)
+            within += contexts is not None
+            key = type(layer), contexts
+            if key not in kinds:
+                kinds[key] = LayerKind(type(layer).__name__, contexts, self._warn)
+            layer.forward = partial(kinds[key].run, layer)
+        return outside, within
+
+    def _begin(self) -> None:
+        self._began = time.monotonic()
+        told = {"number": self._count + 1, "seconds": round(self._whole_s)}
+        self._events.doing(Message("train.compiling-layers" if self._count else "train.compiling-first", **told))
+
+    def _end(self) -> None:
+        seconds = time.monotonic() - self._began
+        self._count, self._whole_s, self._untold_s = self._count + 1, self._whole_s + seconds, self._untold_s + seconds
+        self._events.report(Message("train.layers-compiled", number=self._count, seconds=self._whole_s), 1, 1)
+
+    def _warn(self, text: Message) -> None:
+        self._events.write("warning", text=text)
+
+
+def find_obstacle(levers: Levers, place: Place) -> Message | None:
+    """Why nothing can be compiled by this engine or on this machine, as far as that can be told beforehand."""
+    if levers.stage == 3:
+        return Message("train.zero3-in-layers")
+    try:
+        frames: Any = import_module("torch._dynamo.eval_frame")
+        if hasattr(frames, "check_if_dynamo_supported"):
+            frames.check_if_dynamo_supported()
+    except Exception as error:  # a torch that was built without it, a Python that is too new for it
+        return Message("train.no-dynamo", why=_say_why(error))
+    if BACKEND != "inductor":
+        return None
+    if place.on_gpu and not is_installed("triton"):
+        return Message("train.no-triton")
+    environment = inherited({})
+    variable, *programs = C_COMPILERS if place.on_gpu else CXX_COMPILERS
+    if not environment.get(variable) and not any(map(shutil.which, programs)):
+        return Message("train.no-c-compiler", language="C" if place.on_gpu else "C++")
+    return None
+
+
+def keep_code(cache: Path, place: Place, ranks_here: int) -> Message | None:
+    """Tell the compiler where its code lies, so that the next start need not make it again; what to say where it does
+    not lie there. Each torch, card and release of ours has a folder: what recomputes is known to torch by a name alone.
+    Torch unpickles what it finds: a folder in which others can write is none for it."""
+    set_variable("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MOST_PROCESSES, cores() // ranks_here))))
+    names = ["torch", torch.__version__, torch.cuda.get_device_name(place.device) if place.on_gpu else "cpu"]
+    with suppress(metadata.PackageNotFoundError):
+        names.append(metadata.version("tightfit"))
+    folder = cache / COMPILED / re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(names))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        seen = folder.stat()
+        if seen.st_uid != os.geteuid() or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            why: Said = Message("train.others-write-there")
+        elif room(folder) < ROOM_BYTES:
+            why = Message("train.no-room-there")
+        else:
+            with tempfile.TemporaryFile(dir=folder):
+                set_variable(FOLDER, str(folder))
+            return None
+    except OSError as error:
+        why = say_why(error)
+    return Message("train.code-not-kept", folder=folder, why=why)
+
+
+def _hush() -> None:
+    """Torch's advice to programmers: on operations in place under a checkpoint, which these layers have not, and on
+    gradients that its own tracing asks for. An error is one sentence of ours."""
+    for name in ("torch._dynamo", "torch._inductor", "torch._higher_order_ops"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+
+
+def fix_width(longest: int, sequence: int) -> int:
+    """The length to which rows are padded whose longest has so many tokens: that of full rows or a half, a quarter …
+    of it."""
+    halves = (-(-(sequence >> times) // MULTIPLE) * MULTIPLE for times in range(HALVINGS, 0, -1))
+    return next((width for width in halves if longest <= width < sequence), max(longest, sequence))
+
+
+class LayerKind:
+    """The layers of one class that recompute alike. Compiled until that fails once."""
+
+    def __init__(self, name: str, contexts: Contexts | None, say: Say) -> None:
+        self._name, self._say, self._has_run = name, say, False
+        self._plain: Callable[..., Any] = _run if contexts is None else partial(_run_again, contexts)
+        self._chosen: Callable[..., Any] = torch.compile(self._plain, dynamic=False, fullgraph=True, backend=BACKEND)
+
+    def run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            made = self._chosen(layer, args, kwargs)
+        except Exception as error:
+            for cause in _chain(error):
+                if isinstance(cause, torch.OutOfMemoryError):  # also of a kernel that was tried while compiling
+                    raise cause from None
+            # Code that has never run may be at fault itself. If the layer is, it fails once more.
+            if self._chosen is self._plain or (self._has_run and not is_from_compiler(error)):
+                raise
+            self._chosen, why = self._plain, _say_why(error)
+        else:
+            self._has_run = True
+            return made
+        self._say(Message("train.layer-not-compiled", kind=self._name, why=why))
+        return self._plain(layer, args, kwargs)
+
+
+def _run(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # By the class: `layer.forward` is what calls this.
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def _run_again(contexts: Contexts, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same, of which something is run once more in the backward pass."""
+    if not torch.is_grad_enabled():
+        return _run(layer, args, kwargs)
+    return checkpoint(type(layer).forward, layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def is_from_compiler(error: BaseException) -> bool:
+    """Whether it was raised while code was made, and not by the code."""
+    from torch._dynamo import exc
+
+    limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
+    return isinstance(error, (exc.TorchDynamoException, limit))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and what lies under it."""
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__
+
+
+def _say_why(error: BaseException) -> Said:
+    """What failed, in the compiler's own words: the first line of what it says of itself, without its advice."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return Message("train.too-many-variants")
+    inner = getattr(error, "inner_exception", None) or error
+    lines = (line.strip() for line in str(inner).splitlines())
+    said = next((line for line in lines if line), "")
+    return f"{type(inner).__name__}: {said}".rstrip(".: ")
