@@ -389,7 +389,7 @@ class Checkpointing:
     layers: int | None = 0
     """How many layers recompute; None: all."""
     offload: bool = False
-    """The kept layer inputs wait in host memory."""
+    """What these layers keep waits in host memory: their inputs, and where parts are selected, what the others made."""
     select: tuple[str, ...] = ()
     """What of these layers recomputes, of `PARTS` and in their order; empty: all of it. `auto` alone: the plan is yet
     to choose."""

@@ -75,9 +75,9 @@ def compare(question: Question, seed: int) -> int:
         clock = Clock(shape, strategy, hardware)
         depth = DEPTHS[(seed + compared) % len(DEPTHS)]
         for corner in seeded(seed + compared).sample(every, min(2, len(every))):
-            chosen = depth if depth.offload else replace(depth, select=corner.rest.checkpointing.select)
+            chosen = depth if depth.offload else replace(corner.rest.checkpointing, layers=depth.layers)
             levers = replace(corner.levers, checkpointing=chosen) if corner.searched else corner.levers
-            if not levers.checkpointing.offload:
+            if not chosen.offload or corner.rest.checkpointing.offload:
                 times, layers = clock.times(corner.rest, corner.choice), levers.checkpointing.layers
                 step_s = pace(shape, levers, hardware).step_s
                 assert times[-1 if layers is None else layers] == pytest.approx(step_s, rel=1e-12), levers

@@ -27,6 +27,7 @@ from tightfit.types import Checkpointing, Levers
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 WITHOUT_CODE = "aot_eager_decomp_partition"  # splits and recomputes as inductor does, and makes no code of it
 ROUNDING = 1e-5  # fp32, where sums are taken in another order
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_all_layers_of_a_kind_share_one_code(monkeypatch: pytest.MonkeyPatch, ho
     expected, gradients = train_once(model)
     monkeypatch.setattr(compiling, "BACKEND", counter)
     compiler = compiling.Compiler(said)
-    compiler.compile(model, how)
+    compiler.compile(model, how, CPU)
     for _ in range(2):
         loss, found = train_once(model)
     assert loss == pytest.approx(expected, rel=ROUNDING)
@@ -94,7 +95,7 @@ def test_a_layer_that_cannot_be_compiled_runs_as_it_is_written(monkeypatch: pyte
     model, counter, said = real(config_of("llama")), Counter(fail), Said()
     expected, _ = train_once(model)
     monkeypatch.setattr(compiling, "BACKEND", counter)
-    compiling.Compiler(said).compile(model, Checkpointing(layers=None))
+    compiling.Compiler(said).compile(model, Checkpointing(layers=None), CPU)
     assert train_once(model)[0] == expected
     assert counter.graphs == 1
     (text,) = said.told["warning"]
@@ -107,7 +108,7 @@ def test_more_variants_than_torch_keeps_run_as_they_are_written(monkeypatch: pyt
     expected, _ = train_once(model, length=16)
     monkeypatch.setattr(compiling, "MOST_VARIANTS", 1)
     with torch._dynamo.config.patch(recompile_limit=1):
-        compiling.Compiler(said).compile(model, Checkpointing())
+        compiling.Compiler(said).compile(model, Checkpointing(), CPU)
         train_once(model)
         assert not said.told["warning"]
         assert train_once(model, length=16)[0] == expected
@@ -123,7 +124,7 @@ def test_a_backward_pass_that_cannot_be_compiled_is_found_in_the_forward_pass(mo
     expected, _ = train_once(model)
     backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=fail)
     monkeypatch.setattr(compiling, "BACKEND", backend)
-    compiling.Compiler(said).compile(model, Checkpointing())
+    compiling.Compiler(said).compile(model, Checkpointing(), CPU)
     assert train_once(model)[0] == expected
     assert len(said.told["warning"]) == 1
 
@@ -134,7 +135,7 @@ def test_out_of_memory_while_compiling_stays_out_of_memory(monkeypatch: pytest.M
 
     model, said = real(config_of("llama")), Said()
     monkeypatch.setattr(compiling, "BACKEND", Counter(fail))
-    compiling.Compiler(said).compile(model, Checkpointing())
+    compiling.Compiler(said).compile(model, Checkpointing(), CPU)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         train_once(model)
     assert not said.told["warning"]
@@ -188,7 +189,7 @@ from tightfit.types import Checkpointing, Levers
 said, ids = [], torch.arange(64).reshape(2, 32) * 5 % 300
 events = SimpleNamespace(write=lambda _, text: said.append(str(text)), doing=print, report=lambda *_: None)
 model = real(config_of("llama", num_hidden_layers=2)).train()
-Compiler(events).compile(model, Checkpointing(layers=None))
+Compiler(events).compile(model, Checkpointing(layers=None), ids.device)
 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
 loss.backward()
 found = dict(torch._dynamo.utils.counters["aot_autograd"])

@@ -104,7 +104,7 @@ def _lever_schema(takes: Takes) -> dict[str, Any]:
     if "layers:K" in takes.words:
         return {
             "type": "string",
-            "pattern": r"^(none|full|full\+offload|layers:[0-9]+|select:[a-z, ]+(\+layers:[0-9]+)?)$",
+            "pattern": r"^(none|full|full\+offload|layers:[0-9]+|select:[a-z, ]+(\+offload)?(\+layers:[0-9]+)?)$",
         }
     return {"type": "string", "enum": list(takes.words)} if takes.words else {"type": "string"}
 

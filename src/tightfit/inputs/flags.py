@@ -37,6 +37,7 @@ MOST_TOKENS = 2**30  # in one forward pass on one GPU
 CHECKPOINTING = ("none", "full", "full+offload", "layers:K", "select:NAME,…", "select:auto")
 """How a `Checkpointing` is said."""
 AUTO = ("auto",)
+BARE = Checkpointing(layers=0)
 
 
 def _levers_in(record: type, block: str) -> Iterator[Lever]:
@@ -178,6 +179,9 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(Message("inputs.trains-adapters", trains=levers.trains, method=levers.method))
     if levers.trains != "all" and frozen:
         raise ConfigError(Message("inputs.trains-and-frozen", trains=levers.trains))
+    again = levers.checkpointing
+    if again.select and again.offload and levers.compile == "off":
+        raise ConfigError(Message("inputs.offload-needs-compiling", word=checkpointing_word(again)))
     if levers.compile == "layers" and (obstacle := find_compile_obstacle(levers, shape)) is not None:
         raise ConfigError(obstacle)
     if levers.lora is not None and levers.lora.targets is not None:
@@ -213,20 +217,21 @@ def find_compile_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
 
 def checkpointing_from_word(word: str) -> Checkpointing:
     """`none`, `full`, `full+offload`, `layers:K`, `select:auto`, or the parts that recompute: `select:qkv,mlp`, in all
-    layers or in some: `select:mlp+layers:12`."""
+    layers or in some: `select:mlp+layers:12`; what the others made waits on the host: `select:mlp+offload`."""
     plain = {
-        "none": Checkpointing(layers=0),
+        "none": BARE,
         "full": Checkpointing(layers=None),
         "full+offload": Checkpointing(layers=None, offload=True),
     }
     word = word.lower()
     if word in plain:
         return plain[word]
-    found = re.fullmatch(r"(?:select:([^+]*))?(\+)?(?:layers:(\d{1,9}))?", word)
-    if found and bool(found[2]) == (found[1] is not None and found[3] is not None) and found[0]:
-        parts = () if found[1] is None else _read_parts(found[1])
-        layers = None if found[3] is None or parts == AUTO else int(found[3])
-        return Checkpointing(layers=layers, select=() if layers == 0 else parts)
+    if found := re.fullmatch(r"layers:(\d{1,9})", word):
+        return Checkpointing(layers=int(found[1]))
+    if found := re.fullmatch(r"select:([^+]*)(\+offload)?(?:\+layers:(\d{1,9}))?", word):
+        parts, layers = _read_parts(found[1]), None if found[3] is None else int(found[3])
+        if parts != AUTO or found[2] is found[3] is None:
+            return BARE if layers == 0 else Checkpointing(layers=layers, select=parts, offload=found[2] is not None)
     hint = meant(word, CHECKPOINTING)
     raise ConfigError(Message("inputs.unknown-value", flag="--checkpointing", word=word, hint=hint))
 
@@ -250,7 +255,8 @@ def checkpointing_word(checkpointing: Checkpointing) -> str:
         return "none"
     if parts:
         named = ",".join(part for part in parts if part != "elementwise") or "elementwise"
-        return f"select:{named}" + ("" if layers is None else f"+layers:{layers}")
+        place = "+offload" if checkpointing.offload else ""
+        return f"select:{named}{place}" + ("" if layers is None else f"+layers:{layers}")
     if layers is None:
         return "full+offload" if checkpointing.offload else "full"
     return f"layers:{layers}"

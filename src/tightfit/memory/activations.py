@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.memory import weights as weights_of
@@ -12,7 +14,7 @@ from tightfit.memory.attention import mask_bytes
 from tightfit.memory.layers import has_parts, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import LIGER_MODELS, Setting
-from tightfit.memory.tape import LayerCost
+from tightfit.memory.tape import SMALLEST_MOVED_BYTES, LayerCost
 from tightfit.memory.weights import WIDTH
 from tightfit.types import Attention, Checkpointing, Gpu, Levers, ModelShape
 
@@ -35,7 +37,7 @@ class Moment(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Activations:
     kept: int  # by all layers after the forward pass
-    host_kept: int  # the same on the host, where inputs are offloaded
+    host_kept: int  # the same on the host
     shared: int  # kept once for the model: rotary tables; and masks, which recomputed layers will be called with again
     below_top: int  # by all but the last
     forward: int  # the most that the last layer holds in its turn; its input, and a mask that is not kept, included
@@ -102,7 +104,7 @@ def _runs_liger(levers: Levers, model_type: str) -> bool:
 def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
     head = head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied))
     recomputing = shape.n_layers if depth.layers is None else depth.layers
-    kept, host_kept, below_top, stream, moments = _layers(shape, setting, depth, frozen)
+    kept, host_kept, below_top, leaving, stream, moments = _layers(shape, setting, depth, frozen)
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     highest = shape.n_layers - 1
     top = _way(shape, setting, depth, highest)
@@ -114,7 +116,7 @@ def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, fr
         host_kept=host_kept,
         shared=_rotary_tables(shape, setting) + kept_masks,
         below_top=below_top,
-        forward=forward + stream + masks - kept_masks,
+        forward=forward + stream + leaving + masks - kept_masks,
         evaluation=max(cost.forward_unsaved for cost in costs) + stream + masks,
         stream=stream,
         moments=moments,
@@ -132,13 +134,11 @@ class _Way(NamedTuple):
 
 def _way(shape: ModelShape, setting: Setting, depth: Checkpointing, index: int, input_grad: bool = True) -> _Way:
     """The lowest layers recompute. In compiled layers, as soon as any recomputes, elementwise work is made again in all
-    of them; but not where inputs wait on the host, for which recomputation stands around the compiled code."""
+    of them."""
     block, hidden = shape.blocks[shape.pattern[index]], shape.hidden_size
     if depth.layers is None or index < depth.layers:
-        if setting.compiled and depth.offload:
-            return _Way(replace(layer_cost(block, hidden, setting, input_grad), saved=0), True)
         return _Way(recompute_cost(block, hidden, setting, depth.select, input_grad), True)
-    if setting.compiled and depth.layers and not depth.offload and has_parts(block, setting):
+    if setting.compiled and depth.layers and has_parts(block, setting):
         return _Way(recompute_cost(block, hidden, setting, ("elementwise",), input_grad), True)
     return _Way(layer_cost(block, hidden, setting, input_grad), False)
 
@@ -151,6 +151,7 @@ class Curve(NamedTuple):
     shared: tuple[int, ...]
     top: tuple[int, ...] | None
     """`working` of the top layer, and its input where it keeps that; None: no layer has a backward pass."""
+    sent: tuple[int, ...]  # what waits on the host, where so many compiled layers send what they keep
 
 
 @lru_cache(maxsize=1024)
@@ -162,15 +163,18 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     streams = [inputs[kind] for kind in shape.pattern]
     streams[0] = min(streams[0], embedded)
 
-    def keep(depth: Checkpointing, indices: range) -> list[int]:
-        """What each of these layers keeps, of which no two of a kind differ but for the lowest with a backward pass."""
+    def ways(depth: Checkpointing, indices: range) -> Iterator[tuple[int, _Way]]:
+        """Each of these layers, of which no two of a kind differ but for the lowest with a backward pass."""
         known: dict[tuple[int, bool], _Way] = {}
-        kept = []
         for index in indices:
             key = shape.pattern[index], index != lowest or _trains_below(setting, depth)
-            way = known.get(key) or known.setdefault(key, _way(shape, setting, depth, index, key[1]))
-            kept.append(0 if index < lowest else way.cost.saved + (streams[index] if way.recomputes else 0))
-        return kept
+            yield index, known.get(key) or known.setdefault(key, _way(shape, setting, depth, index, key[1]))
+
+    def keep(depth: Checkpointing, indices: range) -> list[int]:
+        return [
+            0 if index < lowest else way.cost.saved + (streams[index] if way.recomputes else 0)
+            for index, way in ways(depth, indices)
+        ]
 
     nothing, some, everything = (Checkpointing(layers=n, select=select) for n in (0, 1, None))
     # the layers above those that recompute, and these themselves
@@ -180,15 +184,19 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
         kept.append(total)
         if depth < count:
             total += again[depth] - above[depth - 1]
+    each_sent = [
+        0 if index < lowest else _sent(way.cost, streams[index])
+        for index, way in ways(everything, range(count - 1))  # the top layer's stays
+    ]
     # the top layer may be the lowest as well
-    ways = [
+    ends_of = [
         _way(shape, setting, depth, count - 1, count - 1 != lowest or _trains_below(setting, depth))
         for depth in (nothing, some, everything)
     ]
     if count == 1:
-        ways[1] = ways[2]
+        ends_of[1] = ends_of[2]
     ends = [(way.cost.saved + streams[-1], _recompute(way.cost)[0] + streams[-1]) if way.recomputes else
-            (way.cost.saved, way.cost.backward) for way in ways]  # fmt: skip
+            (way.cost.saved, way.cost.backward) for way in ends_of]  # fmt: skip
     each = [ends[0], *[ends[1]] * (count - 1), ends[2]]
     tables, masks = _rotary_tables(shape, setting), _masks(shape, setting)
     return Curve(
@@ -196,13 +204,14 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
         below_top=tuple([whole - (own if lowest < count else 0) for whole, (own, _) in zip(kept, each, strict=True)]),
         shared=tuple([tables + (masks if depth > lowest else 0) for depth in range(count + 1)]),
         top=tuple([working for _, working in each]) if lowest < count else None,
+        sent=(0, *accumulate(each_sent), sum(each_sent)) if setting.compiled else (0,) * (count + 1),
     )
 
 
 def _trains_below(setting: Setting, depth: Checkpointing) -> bool:
     """Whether the lowest layer's input has a gradient. Adapters alone need none of the embedding, but checkpointing
     makes its output require one; not so inside compiled code."""
-    checkpoints = depth.layers != 0 and (depth.offload or not setting.compiled)
+    checkpoints = depth.layers != 0 and not setting.compiled
     return setting.trains_embedding or (not setting.trains_base and checkpoints)
 
 
@@ -214,13 +223,17 @@ def _lowest(setting: Setting, frozen: int) -> int:
 @lru_cache(maxsize=256)
 def _layers(
     shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int
-) -> tuple[int, int, int, int, tuple[Moment, ...]]:
-    """What does not depend on the loss: `kept`, `host_kept`, `below_top`, `stream` and `moments` of `Activations`."""
+) -> tuple[int, int, int, int, int, tuple[Moment, ...]]:
+    """What does not depend on the loss: `kept`, `host_kept` and `below_top` of `Activations`, what leaves for the host
+    beside the top layer's forward pass, `stream` and `moments`.
+
+    Compiled layers send all that they keep, but for small tensors: a layer's stands on the GPU while the next one runs
+    forwards, and while that runs backwards (`train/to_host.py`). The others send their inputs, one after another."""
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     embedded = setting.tokens * shape.hidden_size * setting.width
     trains_below = _trains_below(setting, depth)
     lowest = _lowest(setting, frozen)
-    kept = host_kept = own = stream = 0
+    kept = host_kept = own = stream = before = moving = 0
     moments: list[Moment] = []
     for index, kind in enumerate(shape.pattern):
         # below the first layer is the embedding, in working precision whatever the residual is
@@ -228,20 +241,28 @@ def _layers(
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
         cost, recomputes = _way(shape, setting, depth, index, index != lowest or trains_below)
+        before, moving = moving, 0
         if not recomputes:
             own = cost.saved
-            moments.append(Moment(index, kept, cost.backward, cost.backward_kept, cost, False))
+            moments.append(Moment(index, kept + before, cost.backward, cost.backward_kept, cost, False))
             kept += own
             continue
         turn = _recompute(cost)
-        if depth.offload:  # its input comes back for its turn
+        if depth.offload and not setting.compiled:  # its input comes back for its turn
             host_kept, own = host_kept + stream, cost.saved
             moments.append(Moment(index, kept, turn[0] + stream, turn[1] + stream, cost, True))
         else:
             own = stream + cost.saved
-            moments.append(Moment(index, kept + stream, *turn, cost, True))
+            moments.append(Moment(index, kept + stream + before, *turn, cost, True))
+            if depth.offload and index < shape.n_layers - 1 and (depth.layers is None or index < depth.layers):
+                moving = _sent(cost, stream)
+                own, host_kept = own - moving, host_kept + moving
         kept += own
-    return kept, host_kept, kept - own, stream, tuple(reversed(moments))
+    return kept, host_kept, kept - own, before, stream, tuple(reversed(moments))
+
+
+def _sent(cost: LayerCost, stream: int) -> int:
+    return cost.saved - cost.small + (stream if stream >= SMALLEST_MOVED_BYTES else 0)
 
 
 def _recompute(cost: LayerCost) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from tightfit.memory.graph import REDUCTION, Graph, Value, cut, follow_tags, read_graph
-from tightfit.memory.tape import LayerCost, Op, Slot, Tape
+from tightfit.memory.tape import SMALLEST_MOVED_BYTES, LayerCost, Op, Slot, Tape
 
 MOST_READS, MOST_READS_REUSED = 8, 4
 """Inductor's `realize_acc_reads_threshold` and `realize_reads_threshold`: a chain that reads more tensors than this is
@@ -73,8 +73,9 @@ def measure_compiled(
     for size in weight_grads:
         rest -= size
         arrivals.append((size, rest))
+    saved = [value.size for value in graph.values if value.saved]
     return LayerCost(
-        saved=sum([value.size for value in graph.values if value.saved]),
+        saved=sum(saved),
         output=layer_output.size,
         forward=forward,
         forward_unsaved=_Schedule(graph).run_forward(output, keeps=False).most() if select is None else forward,
@@ -84,6 +85,7 @@ def measure_compiled(
         weight_grads=sum(weight_grads),
         input_grad=input_grad,
         arrivals=tuple(arrivals),
+        small=sum([size for size in saved if size < SMALLEST_MOVED_BYTES]),
     )
 
 

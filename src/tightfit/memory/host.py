@@ -58,7 +58,9 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
             world = 1 if levers.shards_nothing else job.world
             paged = eight_bit_states(levers.optimizer, weights.trainable, world).paged
         training.append({"optimizer_states": paged})
-    steady = combine(process, libraries, *training, {"activations": pinned_bytes(job.acts.host_kept)})
+    # Compiled layers have buffers of exactly the sizes that they send.
+    waiting = pinned_bytes(job.acts.host_kept, pin=not job.acts.setting.compiled)
+    steady = combine(process, libraries, *training, {"activations": waiting})
     return {
         "init": combine(process, worst(_initialising(job), _packing(job))),
         "forward": steady,

@@ -81,6 +81,10 @@ class Op:
     overwrites: bool = False  # the gradients of its inputs are written over what it keeps
 
 
+SMALLEST_MOVED_BYTES = 1 << 20
+"""Of what layers keep, a smaller tensor costs more to move to the host than to keep."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """What a layer holds, beside its input."""
@@ -94,6 +98,7 @@ class LayerCost:
     backward_kept: int = 0  # the same where its weight gradients stay until the step (unsharded, ZeRO-1)
     weight_grads: int = 0
     input_grad: int = 0
+    small: int = 0  # of `saved`, in tensors below `SMALLEST_MOVED_BYTES`; known of compiled layers alone
     arrivals: tuple[tuple[int, int], ...] = ()
     """Each weight gradient in the order in which it arrives: its bytes, and what is held right then beside it."""
     modules: tuple[str, ...] = ()

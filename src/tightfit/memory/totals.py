@@ -63,18 +63,19 @@ class Floor(NamedTuple):
         curve = self.curves(depth.select)
         layers = len(curve.kept) - 1 if depth.layers is None else depth.layers
         shared = curve.shared[layers]
-        if depth.offload:
+        sent = curve.sent[layers] if depth.offload else 0
+        if depth.offload and not sent:
             return self.loss + shared, 0
-        at_loss, at_top = self.loss + curve.kept[layers] + shared, 0
+        at_loss, at_top = self.loss + curve.kept[layers] - sent + shared, 0
         if curve.top is not None and layers < len(curve.kept) - 1:
-            at_top = self.top + curve.below_top[layers] + curve.top[layers] + shared
+            at_top = self.top + curve.below_top[layers] - sent + curve.top[layers] + shared
         if layers <= self.settled:
             return at_loss + self.gathered_loss, at_top + self.gathered_top
         return at_loss, at_top
 
 
 class Steady(NamedTuple):
-    """What is the same at every depth; and on the host, as long as layer inputs stay on the GPU."""
+    """What is the same at every depth; and on the host, as long as nothing that layers keep waits there."""
 
     init: int
     step: int
@@ -89,7 +90,7 @@ class Scale:
         self.shape, self.levers, self.hardware = shape, levers, hardware
         self.engine = ENGINES[levers.engine]
         self.job = make_job(shape, levers, hardware.world, hardware.gpu)
-        self._steady: dict[bool, Steady] = {}
+        self._steady: dict[Checkpointing | None, Steady] = {}
 
     def totals(self, depth: Checkpointing) -> Totals:
         """Those of `estimate`."""
@@ -111,13 +112,14 @@ class Scale:
         return Floor(loss, top, after, curves, whole.loss * width, whole.top * width, whole.layers)
 
     def steady(self, depth: Checkpointing) -> Steady:
-        if depth.offload not in self._steady:
+        key = depth if depth.offload else None
+        if key not in self._steady:
             job, engine, hardware = at_depth(self.job, depth), self.engine, self.hardware
             ranks = min(hardware.world, hardware.gpus_per_node)
-            self._steady[depth.offload] = Steady(
+            self._steady[key] = Steady(
                 init=sum(engine.initialise(job).values()),
                 step=sum(engine.step(job).values()),
                 host=max([sum(parts.values()) for parts in host.phases(job).values()]) * ranks,
                 nvme=host.nvme_bytes(job) * ranks if self.levers.stage == 3 else 0,
             )
-        return self._steady[depth.offload]
+        return self._steady[key]

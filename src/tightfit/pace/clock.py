@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import NamedTuple
 
-from tightfit.memory.activations import setting_of
+from tightfit.memory.activations import curve_of, setting_of
 from tightfit.pace import engines
 from tightfit.pace.engines import PassTimes, Traffic
 from tightfit.pace.rates import rates_of
@@ -47,22 +47,37 @@ class Clock:
 
     def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
         """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, each with the parts that
-        `rest.checkpointing` selects. Layer inputs stay on the GPU, whatever that says.
+        `rest.checkpointing` selects, and what compiled layers keep on the host if it says so. Inputs of other layers
+        stay on the GPU, whatever it says.
         """
         computed = _computing_key(rest, choice)
         passes = self._passes.get(computed) or self._passes_of(rest, choice)
         traffic = self._traffic.get(choice.buckets) or self._traffic_of(choice.buckets)
         micro_batches = rest.accumulation
-        fixed = self.step_s + traffic.updated + micro_batches * passes.forward_s(traffic)
-        fixed += traffic.reductions(micro_batches) * traffic.to_host
+        fixed = self.step_s + traffic.updated + traffic.reductions(micro_batches) * traffic.to_host
         if not traffic.overlaps:
             fixed += traffic.reductions(micro_batches) * traffic.reduced
         key = computed, rest.checkpointing.select, traffic.copied, traffic.copied_back, traffic.host
         busy, net = self._back.get(key) or self._backward(rest, choice, key)
-        waited = traffic.waited_back(micro_batches)
+        waited = traffic.waited(traffic.rounds_back(micro_batches))
+        if rest.checkpointing.offload and rest.compile == "layers":
+            setting = setting_of(choice.over(rest), self.hardware.gpu, self.shape.model_type)
+            curve = curve_of(self.shape, setting, rest.frozen_layers, rest.checkpointing.select)
+            forward = passes.busy(traffic)
+            waited_before = traffic.waited([(micro_batches, traffic.gathered)])
+            fixed += micro_batches * forward
+            sent = [size / self.rates.host_link for size in curve.sent]
+            return [
+                fixed
+                + waited_before(forward, sent[depth])
+                + micro_batches * net[depth]
+                + waited(busy[depth], sent[depth])
+                for depth in range(len(net))
+            ]
+        fixed += micro_batches * passes.forward_s(traffic)
         hidden = bisect_right(busy, traffic.hidden_s)  # a deeper pass is longer
-        most = waited(busy[-1])
-        times = [fixed + micro_batches * net[depth] + waited(busy[depth]) for depth in range(hidden)]
+        most = waited(busy[-1], 0.0)
+        times = [fixed + micro_batches * net[depth] + waited(busy[depth], 0.0) for depth in range(hidden)]
         return times + [fixed + micro_batches * seconds + most for seconds in net[hidden:]]
 
     def least_s(self, sequences: int) -> float:

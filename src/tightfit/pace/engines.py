@@ -88,6 +88,7 @@ class Traffic(NamedTuple):
     from_host: float  # in either pass
     to_host: float
     kept_out: float  # layer inputs that wait on the host: out in the forward pass, back in the other
+    sent: float  # likewise what compiled layers keep, beside the computation
     host: float
     host_back: float
 
@@ -97,31 +98,38 @@ class Traffic(NamedTuple):
     def waiting(self, busy: float, moved: float) -> tuple[float, float]:
         """What a pass of `busy` seconds waits for collectives of `moved` seconds, and for the host link."""
         longest, queued = max(busy, moved), moved if self.shares_host else 0.0
-        copies = max(0.0, queued + self.from_host - longest) + self.copy_cost * min(self.from_host, longest)
+        copies = max(0.0, queued + self.from_host + self.sent - longest)
+        copies += self.copy_cost * min(self.from_host, longest) + constants.SENT_COST * min(self.sent, longest)
         return _beside(moved, busy, constants.COLLECTIVE_COST), copies
 
     def waiting_back(self, busy: float, accumulation: int) -> tuple[float, float]:
         """Likewise all backward passes of a step together."""
         collectives = host_link = 0.0
-        for count, moved in self._rounds(accumulation):
+        for count, moved in self.rounds_back(accumulation):
             for_ranks, for_host = self.waiting(busy, moved)
             collectives, host_link = collectives + count * for_ranks, host_link + count * for_host
         return collectives, host_link
 
-    def waited_back(self, accumulation: int) -> Callable[[float], float]:
-        """The sum of `waiting_back` as a function of the busy seconds alone: a search asks it thousands of times."""
-        rounds = self._rounds(accumulation)
-        linked, cost, copy_cost = self.from_host, constants.COLLECTIVE_COST, self.copy_cost
+    def waited(self, rounds: list[tuple[int, float]]) -> Callable[[float, float], float]:
+        """What such passes wait in all as a function of their busy seconds, and of what layers send meanwhile: a search
+        asks it thousands of times."""
+        fetched, cost, copy_cost, sent_cost = (
+            self.from_host,
+            constants.COLLECTIVE_COST,
+            self.copy_cost,
+            constants.SENT_COST,
+        )
         share = 1.0 if self.shares_host else 0.0
 
-        def waited(busy: float) -> float:
+        def waited(busy: float, sent: float) -> float:
             total = 0.0
             for count, moved in rounds:
                 beside = cost * moved if moved < busy else moved - busy + cost * busy
                 longest = busy if busy > moved else moved
-                queued = share * moved + linked
+                queued = share * moved + fetched + sent
                 beside += queued - longest if queued > longest else 0.0
-                beside += copy_cost * (linked if linked < longest else longest)
+                beside += copy_cost * (fetched if fetched < longest else longest)
+                beside += sent_cost * (sent if sent < longest else longest)
                 total += count * beside
             return total
 
@@ -129,11 +137,12 @@ class Traffic(NamedTuple):
 
     @property
     def hidden_s(self) -> float:
-        """All that is moved beside a backward pass that takes longer than this costs it the same, however long."""
+        """All that is moved beside a backward pass that takes longer than this costs it the same, however long; as long
+        as layers send nothing."""
         moved = self.gathered + (self.reduced if self.overlaps else 0.0)
         return moved + self.from_host if self.shares_host else max(moved, self.from_host)
 
-    def _rounds(self, accumulation: int) -> list[tuple[int, float]]:
+    def rounds_back(self, accumulation: int) -> list[tuple[int, float]]:
         """The backward passes of a step, of which some or all reduce gradients: how many move how long."""
         reducing = self.reductions(accumulation)
         moved = self.gathered + (self.reduced if self.overlaps else 0.0)
@@ -161,7 +170,7 @@ def hooks(levers: Levers, modules: int) -> float:
 
 def gathers_once(levers: Levers) -> bool:
     """Whether a layer that recomputes does so within its backward; otherwise that is one more call, with its hooks."""
-    return levers.compile == "layers" and not levers.checkpointing.offload
+    return levers.compile == "layers"
 
 
 @lru_cache(maxsize=1024)
@@ -203,6 +212,8 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
         copies = own * launch * constants.OFFLOADED_GRADIENT_S[levers.engine]
         to_host = link.host(FP32 * weights.trainable_numel // world) + copies
     host, again = gathers * launch * gather_s, levers.checkpointing.layers
+    waits = levers.checkpointing.offload and link.host(activations(shape, levers, hardware.gpu).host_kept)
+    is_beside = levers.compile == "layers"
     return Traffic(
         gathered=link.ring(whole, world) + link.latency(gathers),
         reduced=(1 if sharded else 2) * (link.ring(gradients, world) + link.latency(buckets)),
@@ -215,7 +226,8 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
         copied_back=copied_back,
         from_host=link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0),
         to_host=to_host,
-        kept_out=link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0,
+        kept_out=0.0 if is_beside else waits,
+        sent=waits if is_beside else 0.0,
         host=host + guards,
         host_back=host * (1 + (1.0 if again is None else again / shape.n_layers) * (not gathers_once(levers))),
     )

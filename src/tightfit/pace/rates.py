@@ -192,6 +192,8 @@ COLLECTIVE_COST = 0.15
 Assumed."""
 HOST_COPY_COST = {"zero3": 0.3, "fsdp2": 1.0}
 """Likewise copies of weights from the host. Measured: FSDP2 hides none of them where they take longer than a layer."""
+SENT_COST = 0.1
+"""Likewise what layers keep, on its way to the host and back. Assumed."""
 COLLECTIVE_S = 30e-6
 """Latency of one collective inside a node. Assumed."""
 NETWORK_COLLECTIVE_S = 80e-6

@@ -65,10 +65,9 @@ class Again(NamedTuple):
     host: float
 
 
-def recompute_time(layer: LayerTime, select: tuple[str, ...], *, outside: bool = False) -> Again:
-    """`select`: the parts that do; empty: all. `outside`: around a compiled layer, not within it, as where its input
-    waits on the host."""
-    if outside or not layer.parts or (layer.fused_again is None and not select):
+def recompute_time(layer: LayerTime, select: tuple[str, ...]) -> Again:
+    """`select`: the parts that do; empty: all."""
+    if not layer.parts or (layer.fused_again is None and not select):
         host = layer.host + constants.CHECKPOINTED_LAYER_S
         return Again(layer.products, layer.traffic + layer.unpacking, host)
     each = zip(PARTS, layer.parts, strict=True)
@@ -311,18 +310,15 @@ def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trai
 
 
 class Recomputing(NamedTuple):
-    """How many layers do, which of their parts, and whether around compiled code."""
+    """How many layers do, and which of their parts."""
 
     layers: int
     select: tuple[str, ...]
-    outside: bool
 
 
 def passes_of(shape: ModelShape, levers: Levers, gpu: Gpu, rates: Rates, *, recomputing: int) -> PassTimes:
     """With the engine's hooks; `recomputing`: the lowest so many layers run twice, or what is selected of them."""
-    again = Recomputing(
-        recomputing, levers.checkpointing.select if recomputing else (), outside=levers.checkpointing.offload
-    )
+    again = Recomputing(recomputing, levers.checkpointing.select if recomputing else ())
     plain, modules, modules_back = _plain(
         shape,
         setting_of(levers, gpu, shape.model_type),
@@ -383,7 +379,7 @@ def _plain(
         products_back += back * layer.products_back
         traffic_back += back * layer.traffic_back
         unpacking_back += back * layer.unpacking
-        once_more = recompute_time(layer, again.select, outside=again.outside)
+        once_more = recompute_time(layer, again.select)
         again_s += anew * (once_more.products + once_more.others)
         again_products += anew * once_more.products
         host_back += back * layer.host_back + anew * once_more.host

@@ -18,7 +18,7 @@ from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice
 from tightfit.pace.work import ELEMENTWISE
-from tightfit.planner.selection import Selection, selections
+from tightfit.planner.selection import selections
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
     DDP,
@@ -90,16 +90,18 @@ class Corner:
 
     rest: Levers  # all but the choice
     choice: KernelChoice
-    searched: bool  # the depth of checkpointing is ours to choose; the parts that recompute are those of `rest`
+    searched: bool  # the depth of checkpointing is ours to choose; all else about it is that of `rest`
 
     @property
-    def select(self) -> Selection:
-        return self.rest.checkpointing.select
+    def is_whole(self) -> bool:
+        """Layers that recompute do so as a whole."""
+        return not self.rest.checkpointing.select
 
     @property
     def is_light(self) -> bool:
         """Elementwise work is recomputed and nothing else: in compiled layers by all of them or by none."""
-        return self.rest.compile == "layers" and self.select == ELEMENTWISE
+        depth = self.rest.checkpointing
+        return self.rest.compile == "layers" and depth.select == ELEMENTWISE and not depth.offload
 
     @cached_property
     def levers(self) -> Levers:
@@ -192,7 +194,8 @@ def corners(
         for loss in losses:
             levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss, compile="off")
             with suppress(UserError):
-                check_levers(levers, shape)  # of which neither kernels nor buckets make a difference
+                # of which neither kernels nor buckets make a difference; what needs a compiler `_speeds` knows
+                check_levers(replace(levers, checkpointing=replace(levers.checkpointing, offload=False)), shape)
                 ways = {
                     how: _selected(shape, replace(levers, compile=how[0], kernels=how[1]), pinned, hardware, trainer)
                     for how in {how: None for each in speeds.values() for how in each}
@@ -220,22 +223,28 @@ def _speeds(
     found: list[tuple[Compile, Kernels]] = [("off", each) for each in kernels]
     if compiles and find_compile_obstacle(levers, shape) is None:
         found.insert(0, ("layers", levers.kernels))
-    return [each for each in found if "compile" not in pinned or each[0] == levers.compile]
+    needed = levers.compile if "compile" in pinned else None
+    if "checkpointing" in pinned and levers.checkpointing.select and levers.checkpointing.offload:
+        needed = "layers"
+    return [each for each in found if needed in (None, each[0])]
 
 
 def _selected(
     shape: ModelShape, levers: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities
 ) -> list[Levers]:
     """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
-    are not compiled parts are tried only if those must not be: they take twice as long to launch."""
+    are not compiled parts are tried only if those must not be: they take twice as long to launch. What is left of
+    compiled ones may wait on the host."""
     if not is_searched(levers, pinned):
         return [levers]
     asked, is_compiled = "checkpointing" in pinned, levers.compile == "layers"
-    found: list[Selection] = [] if asked else [()]
+    found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (trainer.selects_on(hardware) and levers.stage != 3 and (is_compiled or "compile" in pinned)):
-        found += selections(shape, levers, hardware)
-    return [replace(levers, checkpointing=Checkpointing(layers=None, select=parts)) for parts in found]
+        for parts in selections(shape, levers, hardware):
+            places = (False, True) if is_compiled and hardware.gpu.vendor != "cpu" else (False,)
+            found += [Checkpointing(layers=None, select=parts, offload=offload) for offload in places]
+    return [replace(levers, checkpointing=each) for each in found]
 
 
 def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
@@ -295,7 +304,7 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     ends = {min(micros), max(micros)} if micros else set()
     least = min((_buffers(corner.choice.buckets) for corner in all_corners), default=None)
     kept = [each for each in all_corners if each.rest.micro_batch in ends and _buffers(each.choice.buckets) == least]
-    whole = [each for each in kept if not each.select]  # parts of a layer hold more than nothing of it
+    whole = [each for each in kept if each.is_whole]  # parts of a layer hold more than nothing of it
     return sorted(whole or kept, key=lambda corner: (corner.rest.micro_batch, corner.rest.loss != "fused"))
 
 

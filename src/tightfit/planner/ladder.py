@@ -18,17 +18,18 @@ they hold in any case shows it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+from tightfit.inputs.flags import BARE
 from tightfit.memory import Scale
 from tightfit.planner.candidates import Corner, complexity
 from tightfit.planner.question import Question, Weight, floor_excess, least_weight, weight_of
 from tightfit.types import Checkpointing, Levers
 
-BARE = Checkpointing(layers=0)
 FULL = Checkpointing(layers=None)
 OFFLOADED = Checkpointing(layers=None, offload=True)
 FP32 = 4
@@ -54,11 +55,21 @@ class Ladder:
         """`sizes`: where what is weighed is counted."""
         self.question, self.corner, self.sizes = question, corner, sizes
         self.depths: tuple[int, ...] = (0,)
+        self.deepest = FULL
         if corner.searched:
             self.depths = depths_to_try(question.shape.n_layers, partial=question.partial and not corner.is_light)
+            self.deepest = corner.rest.checkpointing
+        if corner.searched and self.deepest.offload and (room := question.hardware.host_ram_bytes) is not None:
+            # What more layers send the host cannot hold.
+            most = bisect_right(self.depths[1:], room, key=self._host_bytes)
+            self.depths = self.depths[: most + 1]
+            if most < question.shape.n_layers:
+                self.deepest = replace(self.deepest, layers=most)
         self.last = len(self.depths) - 1
-        self.deepest = replace(FULL, select=corner.select) if corner.searched else FULL
         self.weighed: dict[Checkpointing, Weight] = {}
+
+    def _host_bytes(self, layers: int) -> int:
+        return self.scale.steady(replace(self.deepest, layers=layers)).host
 
     @cached_property
     def scale(self) -> Scale:
@@ -93,7 +104,7 @@ class Ladder:
             return self.first_fit()
         if self._fits(BARE):
             return BARE
-        last = count - 1
+        last = min(count - 1, self.last)
         if last and not self._floor(last):
             low = first(self._floor, 1, last)
             if not self._at(low).is_hopeless:
@@ -111,7 +122,7 @@ class Ladder:
     @property
     def _offloads(self) -> bool:
         """After all layers recompute, their inputs may wait on the host."""
-        whole = self.corner.searched and not self.corner.select
+        whole = self.corner.searched and self.corner.is_whole
         return whole and self.question.trainer.offloads_inputs(self.corner.rest.engine)
 
     @property

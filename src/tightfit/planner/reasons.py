@@ -123,6 +123,9 @@ def _of_recomputation(question: Question, way: Way) -> Iterator[Message]:
     if again.select and depth:
         named = [part for part in again.select if part != PARTS[0]] or again.select
         yield Message("plan.parts-recompute", parts=Listing([_PARTS[part] for part in named], "and"))
+    if again.select and again.offload and depth:
+        waiting = way.footprint.host.phases["forward"].components["activations"]
+        yield Message("plan.kept-on-host", size=amounts(waiting)[0])
     if 0 < depth < total:
         fewer = replace(way.levers, checkpointing=replace(again, layers=depth - 1))
         need = weigh(replace(question, shape=way.shape, hardware=way.hardware), fewer).gpu.required_bytes

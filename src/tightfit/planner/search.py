@@ -22,9 +22,8 @@ from tightfit.planner.candidates import Corner, complexity, corners, frugal, str
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
-from tightfit.planner.selection import Selection
 from tightfit.planner.taught import narrow
-from tightfit.types import Buckets, Levers
+from tightfit.types import Buckets, Checkpointing, Levers
 
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
@@ -217,13 +216,13 @@ class _Thinkable:
         return self.ladders[key]
 
 
-_Key = tuple[int, str, str, str, str, str, Selection, Buckets]
+_Key = tuple[int, str, str, str, str, str, Checkpointing, Buckets]
 
 
 def _key(corner: Corner, buckets: Buckets) -> _Key:
     rest, choice = corner.rest, corner.choice
     computed = rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels
-    return *computed, corner.select, buckets
+    return *computed, rest.checkpointing, buckets
 
 
 def _way(question: Question, levers: Levers, *, fits: bool) -> Way:

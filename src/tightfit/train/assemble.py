@@ -121,12 +121,12 @@ def assemble(
         model = adapt(model)
         if not zero3:
             build.cast_meta(model, rests_in)
-        within, compiler, compile_said = 0, None, None
+        recomputed, within, compiler, compile_said = 0, 0, None, None
         if levers.compile == "layers":
             if (obstacle := find_obstacle(levers, place)) is None:
                 compile_said = keep_code(cache.parent, place, config.world.gpus_per_node)
                 compiler = Compiler(events)
-                recomputed, within = compiler.compile(model, levers.checkpointing)
+                within = compiler.compile(model, levers.checkpointing, place.device)
             else:
                 compile_said = Message("train.not-compiled", why=obstacle)
         if compiler is None:

@@ -11,8 +11,8 @@ that is recomputed could not be told from one that is kept. So a kind of layer i
 trace, or for which its compiler fails, runs as it is written, and one sentence says so.
 
 Recomputation is part of the graph: a checkpoint inside the function marks what is computed again, and what of that
-nobody needs, such as the layer's last product, is dropped. Inputs that wait on the host are the exception: the
-checkpoint that sends them there stands around the compiled code.
+nobody needs, such as the layer's last product, is dropped. What waits on the host is sent there from outside: see
+to_host.py.
 
 The code of the backward pass would be made when that pass first runs, where there is no way back. It is made with the
 forward's.
@@ -47,7 +47,8 @@ from tightfit.train.build import layers_of
 from tightfit.train.data.samples import MULTIPLE
 from tightfit.train.events import Events
 from tightfit.train.place import Place
-from tightfit.train.recompute import Contexts, inside, recompute
+from tightfit.train.recompute import Contexts, inside
+from tightfit.train.to_host import HostStore
 from tightfit.types import Checkpointing, Levers
 
 BACKEND = "inductor"  # the compiler, by torch's name for it
@@ -79,9 +80,8 @@ class Compiler:
         seconds, self._untold_s = self._untold_s, 0.0
         return seconds
 
-    def compile(self, model: nn.Module, how: Checkpointing) -> tuple[int, int]:
-        """Have every layer compiled at its first run. The number of layers that recompute around their code, and of
-        those that do so within it."""
+    def compile(self, model: nn.Module, how: Checkpointing, device: torch.device) -> int:
+        """Have every layer compiled at its first run. The number of layers that recompute within their code."""
         dynamo: Any = torch._dynamo
         dynamo.config.recompile_limit = max(MOST_VARIANTS, dynamo.config.recompile_limit)
         functorch: Any = import_module("torch._functorch.config")
@@ -91,16 +91,20 @@ class Compiler:
             dynamo.callback.on_compile_start(lambda *_: self._begin())
             dynamo.callback.on_compile_end(lambda *_: self._end())
         _hush()
-        outside, within = recompute(model, how) if how.offload else 0, 0
+        store = HostStore(device, self._warn) if how.offload else None
         kinds: dict[tuple[type, Contexts | None], LayerKind] = {}
-        for index, layer in enumerate(layers_of(model)):
-            contexts = None if how.offload else inside(layer, index, how)
+        within, layers = 0, layers_of(model)
+        for index, layer in enumerate(layers):
+            contexts = inside(layer, index, how)
             within += contexts is not None
             key = type(layer), contexts
             if key not in kinds:
                 kinds[key] = LayerKind(type(layer).__name__, contexts, self._warn)
             layer.forward = partial(kinds[key].run, layer)
-        return outside, within
+            if store is not None:
+                sends = index < len(layers) - 1 and (how.layers is None or index < how.layers)
+                layer.forward = partial(store.run, kinds[key].run, sends, index, layer)
+        return within
 
     def _begin(self) -> None:
         self._began = time.monotonic()

@@ -28,11 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tightfit.memory.selection import ATTENTIONS, SCANS, Place, is_below_adapter, place_of
+from tightfit.memory.tape import SMALLEST_MOVED_BYTES
 from tightfit.messages import Message
 from tightfit.train.build import body_of, layers_of
 from tightfit.types import PARTS, Checkpointing, ConfigError
-
-SMALLEST_MOVED_BYTES = 1 << 20  # a smaller tensor costs more to move than to keep
 
 _PRODUCTS = frozenset(
     "mm addmm bmm baddbmm _grouped_mm _scaled_mm convolution _flash_attention_forward"

@@ -1,0 +1,159 @@
+"""What layers keep for their backward pass, in host memory until then.
+
+Copies run beside the computation, on streams of their own, one layer behind it on the way out and one ahead of it on
+the way back. So a layer's tensors stand on the device while the next layer runs forwards, and while the layer above it
+runs backwards, and in between only on the host: at most two layers hold theirs at a time, however slow the link is,
+since the computation waits for the copies of the layer before the last. That makes the bytes certain, and costs nothing
+as long as a layer computes longer than its copies take.
+
+The top layer's own would come back as soon as they had left, so they stay. So do tensors that are not the layer's:
+weights, rotary tables, masks; and small ones, which cost more to move than to keep. Tensors are moved by storage:
+views of one are one copy. Each layer has its buffers on the host for good, registered with the driver as they are:
+PyTorch's own pinned memory comes in powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tightfit.memory.tape import SMALLEST_MOVED_BYTES
+from tightfit.messages import Message
+
+Say = Callable[[Message], None]
+Layer = Callable[..., Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Moved:
+    """One storage of a layer: its copy on the host, and the one that has come back."""
+
+    host: Tensor
+    handles: int = 0  # tensors in it that autograd has yet to ask for
+    back: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """What one layer has sent in one forward pass."""
+
+    moved: dict[int, _Moved] = field(default_factory=dict)  # by storage
+    leaving: list[Tensor] = field(default_factory=list)  # on the device until they have left
+    left: Any = None  # events
+    arrived: Any = None
+
+
+@dataclass(slots=True)
+class _Handle:
+    """What autograd keeps instead of a tensor."""
+
+    turn: _Turn
+    moved: _Moved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class HostStore:
+    """Of the layers of one model."""
+
+    def __init__(self, device: torch.device, say: Say) -> None:
+        self._device, self._say, self._pins = device, say, device.type == "cuda"
+        make: Any = torch.cuda.Stream if self._pins else lambda _: None
+        self._out, self._in = make(device), make(device)
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        """By layer, and by the order in which it keeps its tensors: the last backward pass is over when it keeps
+        them anew."""
+        self._below: _Turn | None = None  # of the layer below the one that runs next
+
+    def run(self, call: Layer, sends: bool, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A layer's forward pass. If it `sends`, whatever it keeps goes to the host; and when its own backward pass
+        begins, what the layer below it has sent comes back."""
+        below, self._below = self._below if index else None, None
+        made = self._send(call, index, layer, *args, **kwargs) if sends else call(layer, *args, **kwargs)
+        if below is None:
+            return made
+        if below.left is not None:  # the computation waits, not the host
+            torch.cuda.current_stream(self._device).wait_event(below.left)
+        below.leaving.clear()
+        output = next((each for each in tree_leaves(made) if isinstance(each, Tensor) and each.requires_grad), None)
+        if output is not None:
+            output.register_hook(lambda _: self._fetch(below))  # type: ignore[no-untyped-call]
+        return made
+
+    def _send(self, call: Layer, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = [each for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)]
+        others = {each.untyped_storage()._cdata for each in (*layer.parameters(), *layer.buffers(), *given)}
+        turn = _Turn()
+
+        def pack(tensor: Tensor) -> Tensor | _Handle:
+            storage = tensor.untyped_storage()
+            own = storage._cdata
+            if tensor.device != self._device or own in others or storage.nbytes() < SMALLEST_MOVED_BYTES:
+                return tensor
+            if own not in turn.moved:
+                source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+                moved = turn.moved[own] = _Moved(self._take((index, len(turn.moved)), storage.nbytes()))
+                self._copy(moved.host, source, self._out)
+                turn.leaving.append(source)
+            turn.moved[own].handles += 1
+            size, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return _Handle(turn, turn.moved[own], tensor.dtype, size, stride, offset)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            made = call(layer, *args, **kwargs)
+        if turn.moved:
+            turn.left = None if self._out is None else self._out.record_event()
+            self._below = turn
+        return made
+
+    def _fetch(self, turn: _Turn) -> None:
+        if turn.arrived is not None:
+            return
+        for moved in turn.moved.values():
+            moved.back = torch.empty(moved.host.numel(), dtype=torch.uint8, device=self._device)
+            self._copy(moved.back, moved.host, self._in)
+        turn.arrived = True if self._in is None else self._in.record_event()
+
+    def _unpack(self, kept: Tensor | _Handle) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._fetch(kept.turn)
+        if self._in is not None:
+            torch.cuda.current_stream(self._device).wait_event(kept.turn.arrived)
+        back = kept.moved.back
+        if back is None:  # asked for once more than it was kept
+            back = kept.moved.host.to(self._device)
+        kept.moved.handles -= 1
+        if kept.moved.handles <= 0:
+            kept.moved.back = None  # whoever asked has it, and lets go of it when it has been read
+        tensor = torch.empty(0, dtype=kept.dtype, device=self._device)
+        return tensor.set_(back.untyped_storage(), kept.offset, kept.size, kept.stride)
+
+    def _copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
+        """Beside the computation, once that has come to here: what is read has been written, and what is written to is
+        no longer in use."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+    def _take(self, key: tuple[int, int], size: int) -> Tensor:
+        """The layer's buffer on the host, of which a shorter row takes a part."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            cuda: Any = torch.cuda.cudart() if self._pins else None  # type: ignore[no-untyped-call]
+            if cuda and buffer is not None:
+                cuda.cudaHostUnregister(buffer.data_ptr())
+            buffer = self._buffers[key] = torch.empty(size, dtype=torch.uint8)
+            if cuda and int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0)) != 0:
+                self._pins = False
+                self._say(Message("train.cannot-lock"))
+        return buffer[:size]

@@ -1,0 +1,84 @@
+"""What compiled layers keep may wait on the host: the same gradients, and nothing of it on the device meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import config_of, real
+from test_compile import CPU, ROUNDING, WITHOUT_CODE, Said, train_once
+from torch import Tensor, nn
+
+from tightfit.train import compile as compiling
+from tightfit.train import to_host
+from tightfit.types import Checkpointing
+
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_host, "SMALLEST_MOVED_BYTES", 1)
+    monkeypatch.setattr(compiling, "BACKEND", WITHOUT_CODE)
+    torch._dynamo.reset()
+
+
+HOW = [
+    Checkpointing(layers=None, offload=True),
+    Checkpointing(layers=None, offload=True, select=("elementwise",)),
+    Checkpointing(layers=2, offload=True, select=("elementwise", "mlp")),
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_are_those_of_a_model_that_keeps_everything(how: Checkpointing) -> None:
+    model, said = real(config_of("llama", num_hidden_layers=4)), Said()
+    expected, gradients = train_once(model)
+    assert compiling.Compiler(said).compile(model, how, CPU) == 4  # elementwise work runs again in all of them
+    for length in (32, 16, 32):  # a shorter row uses a part of the buffers
+        loss, found = train_once(model, length)
+    assert loss == pytest.approx(expected, rel=ROUNDING)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    assert not said.told["warning"]
+
+
+class Layer(nn.Module):
+    """Keeps its input, two views of one product, and what it was given beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        made = x @ self.weight
+        return x + (made[:, :4] * made[:, 4:]).repeat(1, 2) * table
+
+
+def train_four(sending: int) -> tuple[list[Tensor], to_host.HostStore, list[int]]:
+    """The gradients of four layers of which the lowest so many send what they keep, and how many tensors were still
+    leaving after the forward pass of each."""
+    torch.manual_seed(0)
+    layers, table, x = [Layer() for _ in range(4)], torch.randn(8), torch.randn(3, 8, requires_grad=True)
+    store, leaving, made = to_host.HostStore(CPU, lambda _: None), [], x
+    for index, layer in enumerate(layers):
+        made = store.run(Layer.__call__, index < sending, index, layer, made, table=table)
+        leaving.append(len(store._below.leaving) if store._below else 0)
+    made.square().sum().backward()
+    return [each.grad for each in (x, *(layer.weight for layer in layers)) if each.grad is not None], store, leaving
+
+
+def test_views_of_one_tensor_are_sent_once_and_what_is_not_the_layers_stays() -> None:
+    expected, _, _ = train_four(0)
+    found, store, leaving = train_four(3)
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == len(expected) == 5
+    assert leaving == [2, 2, 2, 0]  # input and product of the layer before; neither its weight nor the table
+    sizes = {key: buffer.numel() for key, buffer in store._buffers.items()}
+    assert sizes == {(index, number): 3 * 8 * 4 for index in range(3) for number in range(2)}
+
+
+def test_evaluation_sends_nothing() -> None:
+    with torch.no_grad():
+        layer, store = Layer(), to_host.HostStore(CPU, lambda _: None)
+        store.run(Layer.__call__, True, 0, layer, torch.randn(3, 8), table=torch.randn(8))
+    assert not store._buffers
