@@ -6,11 +6,12 @@
     python benchmarks/fast.py page                        # docs/fast.md from benchmarks/data/h200-fast.jsonl
 
 A job is a training as a user would ask for it; a side is a way to run it: `planned` is the plan's own choice, `eager`
-the plan without compiled layers, selected parts or fused kernels, `full` with every layer recomputed; and on a single
-GPU the loops of `plain_loop.py`. They run in turn, in processes of their own that are forked from one which has torch
-loaded, and each row has the medians of `STEPS` steps after `WARM_UP` that do not count. Weights are one block of random
-numbers over and over, since drawing billions of them takes longer than the steps. Collectives are free: the process
-group is torch's fake one. A job for a smaller card runs under a cap of its size.
+the plan without compiled layers, selected parts or fused kernels, `full` with every layer recomputed, `auto` with what
+layers keep on the host too; and on a single GPU the loops of `plain_loop.py`. They run in turn, in processes of their
+own that are forked from one which has torch loaded, and each row has the medians of `STEPS` steps after `WARM_UP` that
+do not count. Weights are one block of random numbers over and over, since drawing billions of them takes longer than
+the steps. Collectives are free: the process group is torch's fake one. A job for a smaller card runs under a cap of its
+size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -65,6 +67,21 @@ JOBS: dict[str, dict[str, Any]] = {
         "effective_batch": 2,
         "card_gib": 32,
     },
+    "8B LoRA, 24 GB, 8192": {
+        "model": "llama-3.1-8b",
+        "method": "lora",
+        "gpus": "1xH200",
+        "effective_batch": 1,
+        "seq": 8192,
+        "card_gib": 24,
+    },
+    "8B LoRA, 48 GB": {
+        "model": "llama-3.1-8b",
+        "method": "lora",
+        "gpus": "1xH200",
+        "effective_batch": 2,
+        "card_gib": 48,
+    },
     "0.5B full, one GPU": {"model": QWEN_HALF_B, "gpus": "1xH200", "effective_batch": 8},
     "7.6B full, one of 8": {"model": "qwen2.5-7b", "gpus": "8xH200", "effective_batch": 8},
     "7.6B full, one of 8, 24 GB": {"model": "qwen2.5-7b", "gpus": "8xH200", "effective_batch": 8, "card_gib": 24},
@@ -91,6 +108,7 @@ SIDES: dict[str, dict[str, str]] = {
     "planned": {},
     "eager": OFF | {"loss": "plain"},
     "full": {"checkpointing": "full"},
+    "auto": {"checkpointing": "select:auto", "compile": "layers"},
 }
 
 
@@ -111,7 +129,7 @@ def prepare(args: argparse.Namespace) -> None:
     for name, job in JOBS.items():
         for side, pins in SIDES.items():
             place = args.path / name.replace(" ", "_").replace(",", "") / side
-            if is_wanted(place, args.only) and (side != "full" or "card_gib" in job):
+            if is_wanted(place, args.only) and (side not in ("full", "auto") or "card_gib" in job):
                 write_plan(place, {**job, **pins})
 
 
@@ -210,7 +228,10 @@ def rehearse(place: Path, side: str, limit_s: int) -> dict[str, Any]:
         words = [str(place / "worker.json"), "--rehearse", "--steps", str(STEPS + WARM_UP)]
         work([*words, "--cap-bytes", str(cap)] if cap else words)
         os._exit(1)
+    drawn: list[list[float]] = []
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
+        if time.monotonic() - began > len(drawn) + 1:  # once a second
+            drawn.append(ask_clock_and_power())
         if time.monotonic() - began > limit_s:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -222,6 +243,7 @@ def rehearse(place: Path, side: str, limit_s: int) -> dict[str, Any]:
         "job": place.parent.name,
         "side": side,
         "wall_s": round(time.monotonic() - began, 1),
+        "clock_and_power": drawn[-6:],
     }
     if side in plain_loop.SIDES:
         looped = json.loads(found.read_text()) if found.exists() else {"seconds": []}
@@ -247,6 +269,16 @@ def rehearse(place: Path, side: str, limit_s: int) -> dict[str, Any]:
         "tokens_per_s": round(tokens / median),
         "peak_gib": round(peak / GIB, 3),
     }
+
+
+def ask_clock_and_power() -> list[float]:
+    """Of the multiprocessors in MHz, and of the card in W: a step at its power limit runs at a lower clock."""
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout
+        return [float(word) for word in told.splitlines()[0].split(",")]
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return []
 
 
 def repeat_weights() -> None:

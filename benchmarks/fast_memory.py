@@ -103,6 +103,12 @@ LATER: dict[str, dict[str, Any]] = {
     "Gemma-2 9B full, none": {"model": (GEMMA_9B, 6), "gpus": "8xH200", "engine": "fsdp2", "checkpointing": "none"},
     "7B Mamba full, none": ROWS["7B Mamba full, none"],
     "7B Mamba full, elementwise": {**ROWS["7B Mamba full, none"], "checkpointing": "select:elementwise"},
+    "8B LoRA, elementwise, on the host": {**LORA, "checkpointing": "select:elementwise+offload"},
+    "8B LoRA, mlp of 8, on the host": {**LORA, "checkpointing": "select:mlp+offload+layers:8"},
+    "8B QLoRA, elementwise, on the host": {**LORA, "method": "qlora", "checkpointing": "select:elementwise+offload"},
+    "8B LoRA, full, inputs on the host": {**LORA, "checkpointing": "full+offload"},
+    "7.6B full, elementwise, on the host": {**ONE_OF_8, "checkpointing": "select:elementwise+offload"},
+    "7B Mamba full, full, inputs on the host": {**ROWS["7B Mamba full, none"], "checkpointing": "full+offload"},
     "Mistral LoRA, elementwise": {"model": (MISTRAL_7B, 8), "method": "lora", "engine": "ddp", "seq": 4096,
                                   "checkpointing": "select:elementwise"},
 }  # fmt: skip

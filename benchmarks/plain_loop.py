@@ -1,4 +1,5 @@
-"""What people write by hand: a plain Hugging Face loop on one GPU, eager, with Liger's kernels or with compiled layers.
+"""What people write by hand: a plain Hugging Face loop on one GPU, eager, with Liger's kernels, with compiled layers,
+or with these and Liger's loss.
 
 `fast.py` runs it beside the worker: the same model, batch and method, bf16 weights, torch's fused AdamW on what trains,
 gradients clipped, and nothing recomputed. Full training has bf16 weights without fp32 copies, which holds less than the
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-SIDES = ("plain", "plain-liger", "plain-compiled")
+SIDES = ("plain", "plain-liger", "plain-compiled", "plain-compiled-liger-loss")
 
 
 def loop(orders: dict[str, Any], side: str, steps: int) -> dict[str, Any]:
@@ -21,10 +22,11 @@ def loop(orders: dict[str, Any], side: str, steps: int) -> dict[str, Any]:
     from transformers.initialization import no_init_weights
 
     levers, fields = orders["levers"], dict(orders["model"]["config"])
-    if side == "plain-liger":
+    if "liger" in side:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-        MODEL_TYPE_TO_APPLY_LIGER_FN[fields["model_type"]]()
+        only_loss = {"rope": False, "rms_norm": False, "swiglu": False} if "loss" in side else {}
+        MODEL_TYPE_TO_APPLY_LIGER_FN[fields["model_type"]](**only_loss)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     with torch.device("cuda"), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -39,7 +41,7 @@ def loop(orders: dict[str, Any], side: str, steps: int) -> dict[str, Any]:
         adapters = LoraConfig(r=levers["lora_rank"], lora_alpha=2 * levers["lora_rank"], target_modules="all-linear")
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     model.train()
-    if side == "plain-compiled":
+    if "compiled" in side:
         for layer in layers:
             layer.forward = torch.compile(layer.forward, dynamic=False)
     trained = [param for param in model.parameters() if param.requires_grad]

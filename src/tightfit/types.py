@@ -244,7 +244,15 @@ class Gpu:
     link_bytes_per_s: float | None = None  # to another GPU of the node, one direction
     fp16: bool | None = None
     """Whether it computes fp16 itself, as every GPU does; None: of a CPU that says nothing of it, or a GPU."""
-    triton: bool = True  # whether Triton's kernels can be compiled for it there
+    triton: bool = True  # whether Triton is installed there
+
+    @property
+    def runs_triton(self) -> bool:
+        """Whether Triton's kernels, and so those of torch.compile, run on it: NVIDIA's cards before sm_70 and AMD's
+        oldest have none."""
+        number = (self.arch or "").removeprefix("sm_").rstrip("a")
+        too_old = (int(number) < 70) if number.isdigit() else self.arch in ("gfx900", "gfx906")
+        return self.triton and self.vendor != "cpu" and not too_old
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,6 +109,13 @@ def test_fsdp2_offloads_all_together() -> None:
         ({"seq": -1}, "--seq must be at least 1, not -1"),
         ({"checkpointing": "select:mpl"}, "did you mean mlp?"),
         ({"checkpointing": "select:mlp+layers:x"}, "--checkpointing knows no"),
+        ({"checkpointing": "select:auto,mlp"}, "leave the rest out, or name the parts without auto"),
+        ({"checkpointing": "select:auto+layers:3"}, "leave the rest out, or name the parts without auto"),
+        ({"checkpointing": "select:mlp+offload"}, "select:mlp+offload needs --compile layers"),
+        ({"kernels": "fused", "compile": "layers"}, "no effect in compiled layers"),
+        ({"kernels": "fused", "checkpointing": "select:mlp"}, "no effect in layers of which parts recompute"),
+        ({"engine": "ddp", "optimizer": "adafactor"}, "use a ZeRO engine, or --optimizer adamw"),
+        ({"engine": "ddp", "precision": "fp16", "master_weights": False}, "leave --no-master-weights out"),
         ({"checkpointing": "layer:3"}, "did you mean layers:K?"),
         ({"checkpointing": "layers:5"}, "more layers than the 4 of tiny_llama"),
         ({"frozen_layers": 5}, "more than the 4 layers of tiny_llama"),
@@ -143,6 +150,17 @@ def test_contradictions_are_one_sentence(flags: dict[str, object], says: str) ->
     assert "\n" not in str(caught.value)
 
 
+def test_a_fused_loss_would_leave_out_the_heads_adapter() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+    apart = shape_from_config(
+        {"model_type": "llama", "vocab_size": 512, "tie_word_embeddings": False, **sizes}, "apart"
+    )
+    flags = {"method": "lora", "lora_targets": "q_proj,lm_head"}
+    assert levers_from_flags(flags, apart).loss == "plain"
+    with pytest.raises(ConfigError, match="leave lm_head out of --lora-targets"):
+        levers_from_flags({**flags, "loss": "fused"}, apart)
+
+
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_adapters_under_sharding_are_allowed(method: str, engine: str) -> None:
@@ -173,7 +191,7 @@ def test_experts_drop_no_inputs() -> None:
 
 def test_what_cannot_be_traced_is_not_compiled() -> None:
     assert levers_from_flags({"compile": "layers", "engine": "fsdp2"}, LLAMA).compile == "layers"
-    assert levers_from_flags({"compile": "layers", "scan": "tightfit"}, MAMBA).compile == "layers"
+    assert levers_from_flags({"compile": "layers"}, MAMBA).scan == "tightfit"  # the one that can be
     with pytest.raises(ConfigError, match="--engine fsdp2"):
         levers_from_flags({"compile": "layers", "engine": "zero3"}, LLAMA)
     with pytest.raises(ConfigError, match="--scan tightfit"):
@@ -195,6 +213,8 @@ def test_what_cannot_be_traced_is_not_compiled() -> None:
         ("select:elementwise", Checkpointing(layers=None, select=("elementwise",))),
         ("select:mlp+layers:12", Checkpointing(layers=12, select=("elementwise", "mlp"))),
         ("select:mlp+layers:0", Checkpointing(layers=0)),
+        ("select:mlp+offload", Checkpointing(layers=None, select=("elementwise", "mlp"), offload=True)),
+        ("select:elementwise+offload+layers:3", Checkpointing(layers=3, select=("elementwise",), offload=True)),
     ],
 )
 def test_parts_that_recompute_are_named(word: str, meant: Checkpointing) -> None:

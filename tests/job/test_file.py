@@ -157,6 +157,7 @@ def test_a_number_that_yaml_reads_as_text_is_taken_and_said(tmp_path: Path) -> N
     [
         ("precision: FP16", Job(model="m", precision="fp16")),
         ("method: QLoRA", Job(model="m", method="qlora")),
+        ("levers: {compile: off}", Job(model="m", levers={"compile": "off"})),  # a switch to YAML
         ("optimizer: Paged-AdamW8bit", Job(model="m", optimizer="paged_adamw8bit")),
         ("lora: {targets: 'q_proj, v_proj'}\nmethod: lora", None),
         ("lora: {targets: [all]}", Job(model="m")),

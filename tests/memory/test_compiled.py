@@ -322,3 +322,26 @@ def test_deepspeeds_last_stage_and_other_trainers_compile_nothing() -> None:
     assert setting_of(Levers(compile="layers")).compiled
     assert not setting_of(Levers(compile="layers", engine="zero3")).compiled
     assert not setting_of(Levers(compile="layers", trainer="llamafactory")).compiled
+
+
+def test_what_waits_on_the_host_is_on_the_card_for_one_layer_at_a_time() -> None:
+    shape = shape_of(WIDTHS["Llama 8B"], layers=5)
+    setting = setting_of(Levers(compile="layers", sequence=4096))
+    parts = ("elementwise", "mlp")
+    cost = cost_of(shape, setting, parts)
+    stream = layer_input_bytes(shape.blocks[0], shape.hidden_size, setting)
+    row_sums = cost.small
+    assert 0 < row_sums < 2**20  # of attention: less than what is worth moving
+    each = cost.saved - row_sums + stream
+    stays, sends = (
+        activations_at(Checkpointing(layers=None, select=parts, offload=offload), shape, setting, 0, False)
+        for offload in (False, True)
+    )
+    assert (stays.host_kept, sends.host_kept) == (0, 4 * each)  # the top layer's stays
+    assert sends.kept == stays.kept - 4 * each
+    assert sends.forward == stays.forward + each  # the layer below the top one is leaving
+    for index, (kept, sent) in enumerate(zip(reversed(stays.moments), reversed(sends.moments), strict=True)):
+        ahead = each if index else 0  # of the layer below
+        assert sent.kept == kept.kept - index * each + ahead
+        assert sent.working == kept.working
+    assert curve_of(shape, setting, 0, parts).sent == (0, each, 2 * each, 3 * each, 4 * each, 4 * each)

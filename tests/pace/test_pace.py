@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from math import isfinite
 from typing import Any
 
@@ -16,9 +16,10 @@ from tightfit.hardware.words import connect, parse_hardware
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.model.presets import PRESETS
-from tightfit.pace import Clock, KernelChoice, pace
+from tightfit.pace import Clock, KernelChoice, engines, pace
 from tightfit.pace.rates import UNKNOWN_FLOPS, rates_of
 from tightfit.types import (
+    PARTS,
     Buckets,
     Checkpointing,
     Engine,
@@ -35,7 +36,7 @@ from tightfit.types import (
     UserError,
 )
 
-ENGINES: tuple[Engine, ...] = ("zero0", "zero1", "zero2", "zero3", "fsdp2")
+ENGINES: tuple[Engine, ...] = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 OFFLOADS: tuple[tuple[Offload, Offload], ...] = (
     ("none", "none"),
     ("cpu", "none"),
@@ -178,6 +179,30 @@ def test_all_depths_at_once_are_each_depth_alone(name: str, method: Method) -> N
         choice = KernelChoice(levers.attention, levers.scan, levers.buckets)
         assert Clock(shape, levers, hardware).times(levers, choice) == pytest.approx(alone)
         assert alone == sorted(alone), "more recomputation is never faster"
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "7b_mamba", "qwen3_moe", "gemma2"])
+def test_and_exactly_so_for_compiled_parts(name: str, engine: Engine) -> None:
+    """Busy GPUs and busy hosts, with micro batches that add up."""
+    shape = model(name)
+    for number, select in enumerate([(), *combinations(PARTS, 2)]):
+        levers = Levers(
+            engine=engine,
+            accumulation=1 + number % 3,
+            micro_batch=1 + number % 2,
+            sequence=(256, 4096)[number % 2],
+            scan="tightfit",
+            compile=("layers", "off")[number % 5 == 4],
+            **(LORA if number % 4 == 1 else {}),  # type: ignore[arg-type]
+        )
+        rest = replace(levers, checkpointing=Checkpointing(layers=None, select=select))
+        hardware, choice = machine(MACHINES[number % 3]), KernelChoice(levers.attention, levers.scan, levers.buckets)
+        times = Clock(shape, levers, hardware).times(rest, choice)
+        assert times == sorted(times)
+        for depth in (0, 1, shape.n_layers):
+            way = replace(rest, checkpointing=replace(rest.checkpointing, layers=depth))
+            assert times[depth] == pytest.approx(pace(shape, way, hardware).step_s, rel=1e-12)
 
 
 # --- what a user would expect -------------------------------------------------------------------
@@ -329,6 +354,42 @@ def test_how_often_gradients_are_reduced(overlap: bool | None) -> None:
     assert spoken("zero1", 8) == pytest.approx(spoken("zero1", 1))
     assert spoken("zero2", 1) == pytest.approx(spoken("zero1", 1))
     assert spoken("zero2", 8) > 4 * spoken("zero2", 1)
+
+
+def test_every_further_micro_batch_is_widened_and_added() -> None:
+    """Torch alone adds 16-bit gradients to fp32 ones; without fp32 copies autograd adds them as they are."""
+    shape, hardware = model("qwen2.5-7b"), machine("1xH200")
+    plain = Levers(engine="ddp", micro_batch=2, checkpointing=NONE)
+    for changed, each in (({}, 2 + 4 + 4), ({"master_weights": False}, 3 * 2), ({"precision": "fp32"}, 3 * 4)):
+        once, four = (
+            pace(shape, replace(plain, **changed, accumulation=times), hardware).causes  # type: ignore[arg-type]
+            for times in (1, 4)
+        )
+        memory = rates_of(hardware, changed.get("precision", "bf16")).card.memory  # type: ignore[arg-type]
+        added = four["memory traffic"] - 4 * once["memory traffic"]
+        assert added == pytest.approx(3 * each * shape.parameters / memory)
+        assert four["optimizer"] == once["optimizer"]
+
+
+def test_adding_up_hides_behind_a_host_that_is_busy() -> None:
+    shape, hardware = model("tiny_llama"), machine("1xH200")
+    one, four = (pace(shape, Levers(engine="ddp", sequence=64, accumulation=times), hardware) for times in (1, 4))
+    step_s = sum(engines.step(shape, Levers(engine="ddp"), hardware, rates_of(hardware, "bf16"), rehearsal=False))
+    assert four.step_s - step_s == pytest.approx(4 * (one.step_s - step_s))
+    assert four.causes["memory traffic"] > 4 * one.causes["memory traffic"]
+
+
+def test_torch_alone_sends_what_it_adds_up() -> None:
+    shape, hardware = model("qwen2.5-7b"), machine("8xH200")
+    rates, plain = rates_of(hardware, "bf16"), Levers(engine="ddp", accumulation=4)
+    wide, narrow = (
+        engines.traffic(shape, replace(plain, master_weights=copies), hardware, rates, rehearsal=False)
+        for copies in (True, False)
+    )
+    around, latency = shape.parameters * (7 / 8) / rates.link, rates.link_latency_s
+    assert wide.reduced == pytest.approx(2 * (4 * around + latency))  # fp32, in one message
+    assert narrow.reduced == pytest.approx(2 * (2 * around + len(shape.tensors) * latency))  # one by one
+    assert (wide.reductions(4), narrow.reductions(4)) == (1, 1)
 
 
 def test_how_often_gradients_leave_for_the_host() -> None:

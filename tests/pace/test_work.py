@@ -10,20 +10,41 @@ from typing import Any
 
 import pytest
 
+from tightfit.hardware.words import parse_hardware
 from tightfit.memory.activations import setting_of
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace import pace
 from tightfit.pace.rates import (
     ATTENTION_BACK,
     CLOCK_BY_POWER,
+    COMPILED_KERNEL_S,
+    CUDA_SCAN_STEPS_BACK_PER_S,
     DIAGONAL_TOKENS,
     GROUPED_SHARE,
     HEAD_SHARES,
+    OPERATION_S,
+    PACKED_LINEAR_S,
+    SCAN_OPERATIONS,
+    SCAN_STEPS_BACK_PER_S,
+    SCAN_STEPS_PER_S,
     Card,
     rates_of,
 )
-from tightfit.pace.work import head_time, layer_time, passes_of
-from tightfit.types import Attention, Block, Checkpointing, Gpu, Hardware, Levers, Lora, Measured, ModelShape
+from tightfit.pace.work import Again, LayerTime, head_time, layer_time, passes_of, recompute_time
+from tightfit.types import (
+    Attention,
+    Block,
+    Checkpointing,
+    Compile,
+    Gpu,
+    Hardware,
+    Levers,
+    Lora,
+    Mamba1,
+    Measured,
+    Method,
+    ModelShape,
+)
 
 KERNELS = {"flash": 1, "cudnn": 1, "efficient": 1, "masked_cudnn": 1, "masked_efficient": 1}
 MEMORY = {
@@ -35,7 +56,7 @@ MEMORY = {
     "reducing": 1e30,
     "strided": 1e30,
 }
-MEMORY |= {"kernel_start_s": 0, "unpacking": 1}
+MEMORY |= {"kernel_start_s": 0, "unpacking": 1, "scan_back": 1}
 FLOPS = Card(products=1, product_start_s=0, power=1, **KERNELS, **MEMORY)
 UNIT = Gpu(name="one", vendor="nvidia", arch="sm_80", memory_bytes=2**40, bf16_flops=1, memory_bytes_per_s=1e30)
 COUNTING = replace(UNIT, name="counts", bf16_flops=1 / rates_of(Hardware(gpu=UNIT), "bf16").card.products)
@@ -204,6 +225,128 @@ def test_a_card_at_its_power_limit_is_slower_at_products_alone() -> None:
     cool = passes_of(model, levers, COUNTING, rates._replace(card=mixed), recomputing=0)
     assert cool.traffic > 0
     assert 1 <= cool.throttle < limited.throttle
+
+
+MAMBA = {"model_type": "mamba", "vocab_size": 1000, "hidden_size": 1024, "num_hidden_layers": 2, "state_size": 16}
+
+
+def mamba_time(levers: Levers, **changed: Any) -> tuple[LayerTime, float, float]:
+    """A layer of Mamba's on a card whose scan alone takes time, and that forward and backward."""
+    block = shape_from_config(MAMBA | changed, "mamba").blocks[0]
+    assert isinstance(block.mixer, Mamba1)
+    steps = TOKENS * block.mixer.inner * block.mixer.state
+    card = FLOPS._replace(products=1e30, scan_back=CUDA_SCAN_STEPS_BACK_PER_S)
+    layer = layer_time(block, 1024, setting_of(levers, COUNTING), card)
+    forward, back = SCAN_STEPS_PER_S[levers.scan], SCAN_STEPS_BACK_PER_S[levers.scan]
+    return layer, steps / forward, steps / back
+
+
+@pytest.mark.parametrize("compile", ["layers", "off"])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_our_scan_runs_again_with_the_mixer_alone(compile: Compile, method: Method) -> None:  # noqa: A002
+    lora = Lora() if method == "lora" else None
+    layer, scan, _ = mamba_time(replace(LEVERS, scan="tightfit", compile=compile, method=method, lora=lora))
+    assert recompute_time(layer, ("elementwise", "qkv")).others == pytest.approx(0, abs=scan / 1e6)
+    assert recompute_time(layer, ("mixer",)).others == pytest.approx(scan)
+    assert recompute_time(layer, ()).others == pytest.approx(scan)
+    kept, again = (recompute_time(layer, parts).host for parts in (("qkv",), ("qkv", "mixer")))
+    assert again - kept > 0.99 * SCAN_OPERATIONS * OPERATION_S
+
+
+def test_the_official_scan_always_runs_again_and_with_it_what_it_fuses() -> None:
+    layer, scan, _ = mamba_time(replace(LEVERS, scan="official"))
+    block = shape_from_config(MAMBA, "mamba").blocks[0]
+    for parts in (("elementwise",), ("qkv",), ("mixer",)):
+        assert recompute_time(layer, parts).others == pytest.approx(scan)
+    setting = setting_of(replace(LEVERS, scan="official"), COUNTING)
+    counted = recompute_time(layer_time(block, 1024, setting, FLOPS), ("elementwise",)).products
+    inside = sum(t.numel for t in block.tensors if t.name.startswith(("mixer.x_", "mixer.dt_", "mixer.out_")))
+    biases = sum(t.numel for t in block.tensors if t.name == "mixer.dt_proj.bias")
+    assert counted == pytest.approx(2 * TOKENS * (inside - biases))
+
+
+@pytest.mark.parametrize(
+    ("changed", "levers", "by_cuda"),
+    [
+        ({}, LEVERS, True),
+        ({}, replace(LEVERS, precision="fp32"), False),
+        ({"state_size": 8}, LEVERS, False),
+        ({"hidden_size": 1040}, LEVERS, False),
+    ],
+)
+def test_our_scan_goes_back_by_the_kernel_that_is_for_it(
+    changed: dict[str, Any], levers: Levers, by_cuda: bool
+) -> None:
+    layer, _, back = mamba_time(replace(levers, scan="tightfit"), **changed)
+    faster = CUDA_SCAN_STEPS_BACK_PER_S / SCAN_STEPS_BACK_PER_S["tightfit"]
+    assert layer.traffic_back == pytest.approx(back / faster if by_cuda else back)
+
+
+def test_which_cards_have_that_kernel() -> None:
+    for word, by_cuda in {"h200": True, "rtx3090": True, "v100-32gb": False, "t4": False, "mi300x": False}.items():
+        rate = rates_of(parse_hardware(word), "bf16").card.scan_back
+        assert rate == (CUDA_SCAN_STEPS_BACK_PER_S if by_cuda else SCAN_STEPS_BACK_PER_S["tightfit"]), word
+
+
+def recomputed(model: ModelShape, levers: Levers, *parts: str, card: Card = FLOPS) -> Again:
+    return recompute_time(layer_time(model.blocks[0], model.hidden_size, setting_of(levers, COUNTING), card), parts)
+
+
+@pytest.mark.parametrize("compile", ["layers", "off"])
+def test_the_last_product_runs_again_only_where_it_is_read(compile: Compile) -> None:  # noqa: A002
+    """By a norm after it, or a router's weight; the mixer's, where something but an addition reads it."""
+    levers = replace(LEVERS, compile=compile)
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    read = {
+        "llama": (shape(), ("gate_proj", "up_proj"), ("o_proj",)),
+        "gemma2": (
+            shape(model_type="gemma2", head_dim=64, sliding_window=None),
+            ("gate_proj", "up_proj", "down_proj"),
+            ("o_proj",),
+        ),
+        "qwen3_moe": (shape(**experts, head_dim=64), ("gate_up_proj", "down_proj"), ("o_proj",)),
+        "gpt_neox": (shape(model_type="gpt_neox"), ("dense_h_to_4h",), ()),
+    }
+    for model, feeds, outs in read.values():
+        for part, names in (("mlp", feeds), ("out", outs)):
+            weights = [t for t in model.blocks[0].tensors if any(f"{name}" in t.name for name in names)]
+            flops = sum(
+                2 * TOKENS * t.numel * (2 / 8 / GROUPED_SHARE if len(t.shape) == 3 else 1)
+                for t in weights
+                if len(t.shape) > 1
+            )
+            assert recomputed(model, levers, part).products == pytest.approx(flops), (model.name, part)
+
+
+def test_only_the_products_that_run_again_are_launched_again() -> None:
+    model, levers = shape(), replace(LEVERS, compile="layers")
+    light, qkv, mlp = (recomputed(model, levers, part).host for part in ("elementwise", "qkv", "mlp"))
+    assert qkv - light == pytest.approx(3 * COMPILED_KERNEL_S)
+    assert mlp - light == pytest.approx(2 * COMPILED_KERNEL_S)
+    whole = recomputed(model, levers).host
+    assert whole - light == pytest.approx((3 + 1 + 1 + 2) * COMPILED_KERNEL_S)
+
+
+def test_packed_weights_are_unpacked_again_for_the_products_that_run_again() -> None:
+    """As many as these have, however long attention takes; and bitsandbytes has its work for each of them."""
+    model = shape()
+    for compile in ("layers", "off"):  # noqa: A001
+        levers = replace(LEVERS, method="qlora", lora=Lora(targets=("q_proj",)), compile=compile)
+        numel = {t.name.split(".")[1]: t.numel for t in model.blocks[0].tensors if len(t.shape) == 2}
+        light = recomputed(model, levers, "elementwise")
+        for part, names in {"mlp": ("gate_proj", "up_proj"), "out": ("o_proj",), "mixer": ()}.items():
+            again = recomputed(model, levers, part)
+            assert again.others - light.others == pytest.approx(2 * sum(numel[name] for name in names))
+            if compile == "layers":
+                each = PACKED_LINEAR_S + COMPILED_KERNEL_S
+                assert again.host - light.host == pytest.approx(len(names) * each or COMPILED_KERNEL_S)
+
+
+def test_layers_without_known_parts_recompute_whole() -> None:
+    """PEFT's adapters on stacked experts."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    model, levers = shape(**experts, head_dim=64), replace(LEVERS, method="lora", lora=Lora())
+    assert recomputed(model, levers, "mlp") == recomputed(model, levers)
 
 
 def test_liger_reads_and_writes_once_for_a_norm() -> None:

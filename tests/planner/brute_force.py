@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tightfit.inputs.flags import BARE
 from tightfit.memory import estimate
 from tightfit.pace import pace
 from tightfit.planner.candidates import complexity, corners, strategies
-from tightfit.planner.ladder import BARE, OFFLOADED, depths_to_try
+from tightfit.planner.ladder import OFFLOADED
 from tightfit.planner.question import Question, excess_bytes
 from tightfit.types import Hardware, Levers
 
@@ -39,11 +40,9 @@ def candidates(question: Question) -> Iterator[tuple[Question, Levers]]:
             for corner in corners(asked.shape, base, asked.pinned, hardware, asked.effective_batch):
                 depths = [corner.levers.checkpointing]
                 if corner.searched:
-                    some, deepest = depths_to_try(asked.shape.n_layers)[1:-1], corner.rest.checkpointing
+                    some, deepest = corner.depths(asked.shape.n_layers)[1:-1], corner.rest.checkpointing
                     depths = [BARE, *(replace(deepest, layers=count) for count in some), deepest]
-                    if corner.is_light:
-                        depths = [BARE, deepest]
-                    elif corner.is_whole:
+                    if corner.is_whole:
                         depths.append(OFFLOADED)
                 for depth in depths:
                     yield asked, replace(corner.levers, checkpointing=depth)

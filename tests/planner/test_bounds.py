@@ -38,3 +38,20 @@ def test_building_the_model_needs_the_card_and_the_steps_the_margin_too() -> Non
         init = replace(gpu, init_peak_bytes=held, required_bytes=required_bytes(held, way.hardware))
         needed = needed_bytes(replace(way.footprint, gpu=init), way.hardware)
         assert needed == (steps if held == most else init.required_bytes)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("gpus", "compiled"), [("1xP40", False), ("1xV100-16GB", True)])
+def test_layers_are_compiled_for_cards_on_which_triton_runs(gpus: str, compiled: bool) -> None:
+    way = plan(Job(model="qwen1.5-0.5b", method="lora", hardware=Machine(gpus=gpus, host_ram="64GB"))).chosen
+    assert way is not None
+    assert (way.levers.compile == "layers") == compiled
+
+
+@pytest.mark.thorough
+def test_a_job_too_short_to_compile_gets_the_plan_of_compile_off() -> None:
+    job = Job(model="llama-3.1-8b", method="lora", max_steps=2, hardware=Machine(gpus="1xRTX4090", host_ram="64GB"))
+    short, off = plan(job).chosen, plan(replace(job, levers={"compile": "off"})).chosen
+    assert short is not None
+    assert off is not None
+    assert short.levers == off.levers

@@ -77,7 +77,7 @@ def compare(question: Question, seed: int) -> int:
         for corner in seeded(seed + compared).sample(every, min(2, len(every))):
             chosen = depth if depth.offload else replace(corner.rest.checkpointing, layers=depth.layers)
             levers = replace(corner.levers, checkpointing=chosen) if corner.searched else corner.levers
-            if not chosen.offload or corner.rest.checkpointing.offload:
+            if corner.searched and not depth.offload:
                 times, layers = clock.times(corner.rest, corner.choice), levers.checkpointing.layers
                 step_s = pace(shape, levers, hardware).step_s
                 assert times[-1 if layers is None else layers] == pytest.approx(step_s, rel=1e-12), levers

@@ -17,14 +17,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_questions import GIB, ask, built, card, corners_of_any_job, machine, properties, questions, seeded
 
+from tightfit.inputs.flags import checkpointing_from_word
 from tightfit.job import Job, Machine
 from tightfit.memory import Scale, estimate, required_bytes, totals_of
-from tightfit.pace import Clock, pace
+from tightfit.pace import Clock, KernelChoice, pace
 from tightfit.planner import candidates, plan
-from tightfit.planner.ladder import FULL, OFFLOADED, Ladder, depths_to_try, from_below, in_a_valley, past_a_floor
+from tightfit.planner.ladder import FULL, OFFLOADED, Ladder, from_below, in_a_valley, past_a_floor
 from tightfit.planner.question import Question
 from tightfit.planner.search import rank, something_fits
-from tightfit.types import Checkpointing, Gpu, Hardware, ModelShape
+from tightfit.types import Checkpointing, Compile, Gpu, Hardware, Levers, ModelShape
 
 search = import_module("tightfit.planner.search")  # the package has a function of this name
 
@@ -61,6 +62,13 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
     "the host is small": lambda: ask(
         built("llama", 3, 2048, 5000, True), machine("4x24GB", "8GB"), levers={"attention": "sdpa", "loss": "fused"}
     ),
+    "a selection, on the card or on the host": lambda: ask(
+        built("llama", 6, 2048, 5000, True),
+        machine("2xa100-40gb", "24GB"),
+        levers={"checkpointing": "select:auto", "attention": "sdpa", "loss": "fused", "engine": "ddp"},
+        effective_batch=8,
+        sequence=4096,
+    ),
     "pinned depth": lambda: ask(
         built("mamba2", 3, 512, 5000, True), machine("2x24GB"), levers={"checkpointing": "layers:1"}
     ),
@@ -74,7 +82,9 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("llama, two GPUs", "adapters, three GPUs") else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name.startswith(("llama, two GPUs", "adapters, three GPUs", "a selection"))
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in QUESTIONS
     ],
 )
@@ -264,8 +274,16 @@ def test_the_first_fit_past_a_floor(needs: list[int], limit: int) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 33, 126])
 def test_depths_go_from_none_to_all(layers: int) -> None:
-    assert depths_to_try(layers) == tuple(range(layers + 1))
-    assert depths_to_try(layers, partial=False) == (0, layers)
+    def depths(depth: str, *, how: Compile = "layers", partial: bool = True) -> tuple[int, ...]:
+        rest = Levers(checkpointing=checkpointing_from_word(depth), compile=how)
+        choice = KernelChoice(rest.attention, rest.scan, rest.buckets)
+        return candidates.Corner(rest, choice, searched=True).depths(layers, partial=partial)
+
+    every = tuple(range(layers + 1))
+    assert depths("full") == depths("select:mlp") == depths("select:elementwise", how="off") == every
+    assert depths("full", partial=False) == depths("select:elementwise") == (0, layers)
+    # the top layer keeps its own, whether it is told to send it or not
+    assert depths("select:elementwise+offload") == (*every[: layers - 1], layers)
 
 
 @pytest.mark.thorough

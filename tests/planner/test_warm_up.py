@@ -13,10 +13,13 @@ from tightfit.inputs.flags import checkpointing_from_word, checkpointing_word, f
 from tightfit.job import Job
 from tightfit.messages import id_of
 from tightfit.model.load import load_model
+from tightfit.pace.rates import COMPILE_CODE_S, COMPILE_PRODUCT_S, COMPILE_START_S
+from tightfit.pace.warm_up import HALVINGS, MULTIPLE, count_lengths, warm_up_s
 from tightfit.planner import plan
 from tightfit.planner.plan import Plan
 from tightfit.planner.selection import selections
 from tightfit.planner.step_down import Shortfall, StepDown, Tried, step_down
+from tightfit.train import compile as compiling
 from tightfit.types import ConfigError, Gpu, Hardware, Levers, Lora
 
 LLAMA = load_model("llama-3.1-8b")
@@ -75,6 +78,46 @@ def test_a_short_job_does_not_wait_for_a_compiler() -> None:
     assert long.hours is not None
     assert long.chosen is not None
     assert long.hours * 3600 == pytest.approx(20_000 * long.chosen.pace.step_s + long.chosen.pace.warm_up_s)
+
+
+def test_every_code_is_counted() -> None:
+    """Kinds of layers, what recomputes in them, and whether their input has a gradient: times the lengths of rows."""
+    plain = Levers(compile="layers", packed=True)
+    deep, some, light = (checkpointing_from_word(word) for word in ("full", "layers:3", "select:elementwise+layers:3"))
+    none, parts = checkpointing_from_word("none"), checkpointing_from_word("select:mlp+layers:3")
+
+    def codes(changed: Levers, model: str = "llama-3.1-8b") -> float:
+        shape, products = load_model(model), {"full": 7, "lora": 21}[changed.method]
+        return (warm_up_s(shape, changed) - COMPILE_START_S) / (COMPILE_CODE_S + products * COMPILE_PRODUCT_S)
+
+    counted = {none: 1, deep: 1, some: 2, parts: 2, light: 1}  # above the others all recompute elementwise work
+    for depth, count in counted.items():
+        full = replace(plain, checkpointing=depth)
+        assert codes(full) == pytest.approx(count)
+        # Nothing below the lowest layer trains, whatever recomputes.
+        assert codes(replace(full, method="lora", lora=Lora())) == pytest.approx(count + 1)
+        assert codes(replace(full, trains="layers")) == pytest.approx(count + 1)
+    frozen = replace(plain, checkpointing=none, frozen_layers=2)
+    assert codes(frozen) == pytest.approx(3)  # those below, the lowest that trains, and the others
+    assert warm_up_s(LLAMA, replace(plain, compile="off")) == 0
+
+
+def test_rows_that_are_not_packed_have_a_code_for_each_length() -> None:
+    assert (HALVINGS, MULTIPLE) == (compiling.HALVINGS, compiling.MULTIPLE)
+    for sequence in (5, 8, 12, 60, 2000, 2048):
+        widths = {compiling.fix_width(longest, sequence) for longest in range(1, sequence + 1)}
+        assert count_lengths(sequence) == len(widths), sequence
+    packed, loose = (
+        warm_up_s(LLAMA, Levers(compile="layers", packed=is_packed)) - COMPILE_START_S for is_packed in (True, False)
+    )
+    assert loose == pytest.approx(5 * packed)
+
+
+def test_a_faster_host_is_not_taken_for_a_faster_compiler() -> None:
+    one, other = (ask(machine(gpus)) for gpus in ("1xh200", "1xh100"))
+    assert one.chosen is not None
+    assert other.chosen is not None
+    assert one.chosen.pace.warm_up_s == other.chosen.pace.warm_up_s > 0
 
 
 @pytest.mark.parametrize("pin", [{"compile": "layers"}, {"kernels": "fused"}, {"checkpointing": "select:mlp"}])

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from running import run_ranks, write_plan
 
-pytestmark = pytest.mark.thorough
+from tightfit.train.engines.ddp import Ddp
+from tightfit.types import ConfigError, Levers
+
 FLAGS: dict[str, Any] = {
     "model": "tiny_llama",
     "precision": "bf16",
@@ -21,6 +23,20 @@ FLAGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("levers", "advice"),
+    [
+        (Levers(engine="ddp", optimizer="adafactor"), "use a ZeRO engine, or --optimizer adamw"),
+        (Levers(engine="ddp", precision="fp16", master_weights=False), "or use --precision bf16"),
+    ],
+)
+def test_what_this_engine_cannot_train_is_one_sentence(levers: Levers, advice: str) -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match=advice):
+        Ddp(nothing, levers, nothing, nothing)
+
+
+@pytest.mark.thorough
 def test_sixteen_bits_train_as_zero1_does(tmp_path: Path) -> None:
     """Four micro batches a step: what they add up is not rounded, and the probe leaves nothing behind."""
     found = {}

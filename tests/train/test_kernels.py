@@ -53,6 +53,8 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         modeling_llama.apply_rotary_pos_emb = len
         model.model.norm.__dict__["forward"] = len
         if "breaks" in asked:
+            model.model.norm.variance_epsilon = None
+            model.model.other, modeling_llama.OtherNorm = OtherNorm(), OtherNorm
             raise asked["breaks"]
 
     def apply_gemma(geglu: bool = True, model: Any = None) -> None:
@@ -86,16 +88,21 @@ def test_a_gate_of_another_kind_is_left_alone(liger: dict[str, Any]) -> None:
         assert liger["geglu"] is switched
 
 
-def test_a_liger_that_does_not_fit_leaves_the_model_as_it_was(liger: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", [AttributeError, ValueError, OSError, AssertionError, KeyError])
+def test_a_liger_that_does_not_fit_leaves_the_model_as_it_was(liger: dict[str, Any], kind: type[Exception]) -> None:
     from transformers.models.llama import modeling_llama
 
     before, model = dict(vars(modeling_llama)), make_model("llama")
-    liger["breaks"] = AttributeError("no such class\nin this release")
-    assert kernels.bind_liger(model) == Message(
-        "train.liger-failed", model_type="llama", error="AttributeError: no such class"
-    )
+    held, inside = dict(vars(model.model.norm)), list(model.modules())
+    liger["breaks"] = kind("no such class\nin this release")
+    said = kernels.bind_liger(model)
+    assert said is not None
+    assert said.id == "train.liger-failed"
+    assert str(said.fields["error"]).startswith(f"{kind.__name__}: ")
+    assert "no such class" in str(said)
     assert vars(modeling_llama) == before
-    assert "forward" not in vars(model.model.norm)
+    assert vars(model.model.norm) == held
+    assert list(model.modules()) == inside
 
 
 def test_a_model_that_liger_does_not_know(liger: dict[str, Any]) -> None:

@@ -7,13 +7,18 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from small_models import config_of, real
 from torch.nn.functional import cross_entropy, linear, pad
 
 from tightfit.train import loss as ours
-from tightfit.train.loss import Shaping, linear_cross_entropy
+from tightfit.train.loss import Shaping, WindowLoss, linear_cross_entropy
+from tightfit.types import ConfigError
 
 WINDOW = 50.0
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -85,6 +90,59 @@ def test_torchs_path(dtype: torch.dtype, case: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 19, 20, 21])
 def test_chunks_and_heads(trains: str, chunk: int) -> None:
     check(torch.float64, "scaled, capped, with a bias", trains, chunk=chunk)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Kernels that fail as they are told."""
+    kernels: Any = ModuleType("tightfit.train.loss_kernels")
+
+    def losses_in_place(*_: Any, **__: Any) -> None:
+        raise kernels.error
+
+    kernels.losses_in_place = losses_in_place
+    import tightfit.train
+
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(tightfit.train, "loss_kernels", kernels, raising=False)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    ours.try_kernels.cache_clear()
+    yield kernels
+    ours.try_kernels.cache_clear()
+
+
+def test_a_kernel_that_cannot_be_compiled_is_a_sentence(broken: Any) -> None:
+    broken.error = RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+    found, said = ours.try_kernels()
+    assert found is None
+    assert str(said).startswith("Triton cannot compile the fused loss here")
+    assert str(said).endswith("Failed to find C compiler.")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+)
+def test_a_full_card_is_not_told_as_a_kernel_that_cannot_be_compiled(broken: Any, error: Exception) -> None:
+    broken.error = error
+    with pytest.raises(type(error), match="out of memory"):
+        ours.try_kernels()
+
+
+@pytest.mark.thorough
+def test_an_adapter_on_the_head_is_refused() -> None:
+    """The fused loss reads the head's matrix, which is not all that such a head computes."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(real(config_of("llama")), LoraConfig(target_modules=["lm_head", "q_proj"]))
+    with pytest.raises(ConfigError, match="--loss plain"):
+        WindowLoss(model, "fused")
+    WindowLoss(model, "plain")
+    WindowLoss(get_peft_model(real(config_of("llama")), LoraConfig(target_modules=["q_proj"])), "fused")
 
 
 @pytest.mark.thorough

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from running import write_plan
 
+from tightfit.messages import Message, as_json
+from tightfit.train import place as places
 from tightfit.train.config import Options, read_worker_config
-from tightfit.train.place import Place, device_index, place_of
+from tightfit.train.place import Place, device_index, gather_said, place_of
 from tightfit.types import ConfigError
 
 ONE_EACH = {"SLURM_GPUS_PER_TASK": "1", "SLURM_LOCALID": "3"}
@@ -47,3 +50,26 @@ def test_the_right_command_names_the_folder_of_the_plan(tmp_path: Path, started:
     named = str(found.value).split("--plan ")[1].split("`")[0]
     assert Path(named) == folder
     assert (Path(named) / "worker.json").exists()
+
+
+def test_what_ranks_say_is_said_once_and_names_them_unless_all_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(rank=0, local_rank=0, world=4, device=torch.device("cpu"), launcher="tests")
+    all_say = Message("train.code-not-kept", folder=Path("/cache"), why=Message("train.no-room-there"))
+    some, one = Message("train.not-compiled", why=Message("train.no-triton")), Message("train.cannot-lock")
+    said = [[all_say], [all_say, some], [some, all_say, one], [all_say, some]]
+    lines = [json.dumps([as_json(each) for each in of_rank]) for of_rank in said]
+
+    def words(place: Place, text: str) -> list[str]:
+        assert text == lines[place.rank]
+        return lines
+
+    monkeypatch.setattr(places, "words", words)
+    found = {tuple(ranks): str(sentence) for ranks, sentence in gather_said(place, said[0])}
+    assert found == {
+        (0, 1, 2, 3): str(all_say),
+        (1, 2, 3): f"ranks 1, 2, 3: {some}",
+        (2,): f"rank 2: {one}",
+    }
+    monkeypatch.undo()
+    alone = Place(rank=0, local_rank=0, world=4, device=torch.device("cpu"), launcher="rehearsal", rehearsal=True)
+    assert [(ranks, str(each)) for ranks, each in gather_said(alone, [some])] == [([0], str(some))]

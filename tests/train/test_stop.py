@@ -65,6 +65,15 @@ say(f"{child.wait()} {stop.is_asked}")
 """
 
 
+DUTIES = """
+from tightfit.train.stop import do_before_leaving
+do_before_leaving(lambda: 1 / 0)
+do_before_leaving(lambda: say("tidied up"))
+sys.stderr.write("ready\\n")
+stuck()
+"""
+
+
 def started(program: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM + program]
     process = subprocess.Popen(
@@ -87,6 +96,13 @@ def test_before_there_is_anything_to_save_it_leaves_at_once(number: signal.Signa
     process = started(STARTING)
     process.send_signal(number)
     assert ended(process) == (128 + number, "half a line")
+
+
+def test_what_has_to_be_tidied_up_is_tidied_up_by_whoever_leaves() -> None:
+    """Also if one of several fails at that."""
+    process = started(DUTIES)
+    process.send_signal(signal.SIGTERM)
+    assert ended(process) == (143, "tidied up")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -33,7 +33,7 @@ HOW = [
 def test_gradients_are_those_of_a_model_that_keeps_everything(how: Checkpointing) -> None:
     model, said = real(config_of("llama", num_hidden_layers=4)), Said()
     expected, gradients = train_once(model)
-    assert compiling.Compiler(said).compile(model, how, CPU) == 4  # elementwise work runs again in all of them
+    assert compiling.Compiler(said).compile(model, how, CPU) == (how.layers or 4)
     for length in (32, 16, 32):  # a shorter row uses a part of the buffers
         loss, found = train_once(model, length)
     assert loss == pytest.approx(expected, rel=ROUNDING)
@@ -82,3 +82,31 @@ def test_evaluation_sends_nothing() -> None:
         layer, store = Layer(), to_host.HostStore(CPU, lambda _: None)
         store.run(Layer.__call__, True, 0, layer, torch.randn(3, 8), table=torch.randn(8))
     assert not store._buffers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_copies_run_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses and gradients as with everything on the device, through the compiler that users have, with less
+    of it on the device."""
+    monkeypatch.undo()
+    config = config_of("llama", num_hidden_layers=6, hidden_size=1024, intermediate_size=2816)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 300, (4, 1024), device="cuda")
+    seen: dict[bool, tuple[float, list[Tensor], int]] = {}
+    for sends in (False, True):
+        torch.manual_seed(0)
+        model = real(config).to("cuda", torch.bfloat16).train()
+        how = Checkpointing(layers=None, select=("elementwise",), offload=sends)
+        compiling.Compiler(Said()).compile(model, how, next(model.parameters()).device)
+        for _ in range(3):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            held = torch.cuda.memory_allocated()
+            loss.backward()
+        gradients = [each.grad.float() for each in model.parameters() if each.grad is not None]
+        seen[sends] = float(loss.detach()), gradients, held
+    assert seen[True][0] == seen[False][0]
+    assert all(map(torch.equal, seen[True][1], seen[False][1]))
+    assert seen[True][2] < 0.7 * seen[False][2]

@@ -39,6 +39,25 @@ def dealt(*, packed: bool = False, micro_batch: int = 2) -> Windows:
     return Windows(samples, Order(4, 4, 0), levers, ALONE, pad_id=0)
 
 
+@pytest.mark.parametrize(("works", "width"), [(True, 32), (False, 24)])
+def test_rows_have_fixed_widths_only_while_layers_run_compiled(works: bool, width: int) -> None:
+    """A compiler that is planned may find an obstacle, or give up."""
+    samples = Samples(
+        row=GeneratedRows(count=4, sequence=20, vocabulary=300, seed=0).row,
+        lengths=np.full(4, 20, dtype=np.int32),
+        loss_tokens=np.full(4, 19, dtype=np.int64),
+        fingerprint="",
+        sequence=64,
+        packed=False,
+    )
+    compiler: Any = SimpleNamespace(is_at_work=works)
+    levers = Levers(micro_batch=2, sequence=64, compile="layers")
+    windows = Windows(samples, Order(4, 4, 0), levers, ALONE, pad_id=0, compiler=compiler)
+    assert windows.tensors(np.arange(2))["input_ids"].shape == (2, width)
+    unplanned = Windows(samples, Order(4, 4, 0), levers, ALONE, pad_id=0)
+    assert unplanned.tensors(np.arange(2))["input_ids"].shape == (2, 24)
+
+
 def test_rows_are_laid_end_to_end_only_for_a_kernel_that_runs() -> None:
     assert dealt(packed=True).tensors(np.arange(2))["input_ids"].shape == (2, 16)  # flash is asked for, sdpa is used
 

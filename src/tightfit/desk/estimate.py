@@ -115,9 +115,10 @@ def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | No
 
 
 def part_of(hardware: Hardware, world: int) -> Hardware:
-    """So many of its GPUs, on as few nodes as they need."""
-    each = min(world, hardware.gpus_per_node)
-    return replace(hardware, nodes=-(-world // each), gpus_per_node=each)
+    """So many of its GPUs, on as few nodes as hold them evenly."""
+    fewest = -(-world // hardware.gpus_per_node)
+    nodes = next(nodes for nodes in range(fewest, world + 1) if world % nodes == 0)
+    return replace(hardware, nodes=nodes, gpus_per_node=world // nodes)
 
 
 # --- reading ------------------------------------------------------------------------------------

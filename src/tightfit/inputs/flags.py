@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tightfit.inputs.spelling import nearest
 from tightfit.messages import Choice, Message
 from tightfit.types import (
+    DDP,
     PARTS,
     ZERO3,
     Buckets,
@@ -102,6 +103,8 @@ def levers_from_flags(said: Mapping[str, Any], shape: ModelShape, base: Levers |
             if lever.block == "lora" and lever.name in unusual:
                 raise ConfigError(Message("inputs.no-adapters", flag=spelt(lever.flag)))
     levers = replace(base, **changes, buckets=replace(base.buckets, **buckets))
+    if shape.scans and levers.compile == "layers" and "scan" not in changes and base.scan == Levers().scan:
+        levers = replace(levers, scan="tightfit")  # the only one that can be traced
     if "max_reuse_distance" not in buckets:  # nobody said how far ahead a weight is kept for its next use
         levers = released_at_once(levers)
     if levers.is_fsdp2 and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
@@ -179,7 +182,13 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(Message("inputs.trains-adapters", trains=levers.trains, method=levers.method))
     if levers.trains != "all" and frozen:
         raise ConfigError(Message("inputs.trains-and-frozen", trains=levers.trains))
+    if levers.engine == DDP and (obstacle := find_ddp_obstacle(levers)) is not None:
+        raise ConfigError(obstacle)
     again = levers.checkpointing
+    unused = Message("inputs.among-compiled") if levers.compile == "layers" else None
+    unused = unused or (Message("inputs.among-selected") if again.select else None)
+    if levers.kernels == "fused" and levers.trainer == "tightfit" and unused is not None:
+        raise ConfigError(Message("inputs.kernels-unused", where=unused))
     if again.select and again.offload and levers.compile == "off":
         raise ConfigError(Message("inputs.offload-needs-compiling", word=checkpointing_word(again)))
     if levers.compile == "layers" and (obstacle := find_compile_obstacle(levers, shape)) is not None:
@@ -188,12 +197,24 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         # a name must end some linear layer's path, as PEFT matches it
         inside = [tensor for block in shape.blocks for tensor in block.tensors]
         paths = [t.name.rpartition(".")[0] for t in (*inside, *shape.before, *shape.after) if t.is_linear]
+        head = [tensor.name.rpartition(".")[0] for tensor in shape.after if tensor.is_linear]
         for target in levers.lora.targets:
+            if levers.loss == "fused" and levers.trainer == "tightfit" and target in head:
+                raise ConfigError(Message("inputs.fused-adapted-head", target=target))
             if not any(path == target or path.endswith("." + target) for path in paths):
                 hint = meant(target, sorted({path.rpartition(".")[2] for path in paths}))
                 raise ConfigError(Message("inputs.no-such-layer", model=shape.name, target=target, hint=hint))
     elif levers.lora is not None and levers.lora.dropout and any(block.lora_on_experts for block in shape.blocks):
         raise ConfigError(Message("inputs.dropout-on-experts", model=shape.name))
+
+
+def find_ddp_obstacle(levers: Levers) -> Message | None:
+    """Why torch alone cannot train like this on one GPU or on copies; None: it can."""
+    if levers.optimizer == "adafactor":  # its states have no shape of the parameter's own
+        return Message("inputs.ddp-adafactor")
+    if levers.precision == "fp16" and not levers.master_weights:  # torch scales no losses of fp16 gradients
+        return Message("inputs.ddp-pure-fp16")
+    return None
 
 
 def find_compile_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
@@ -230,8 +251,9 @@ def checkpointing_from_word(word: str) -> Checkpointing:
         return Checkpointing(layers=int(found[1]))
     if found := re.fullmatch(r"select:([^+]*)(\+offload)?(?:\+layers:(\d{1,9}))?", word):
         parts, layers = _read_parts(found[1]), None if found[3] is None else int(found[3])
-        if parts != AUTO or found[2] is found[3] is None:
-            return BARE if layers == 0 else Checkpointing(layers=layers, select=parts, offload=found[2] is not None)
+        if parts == AUTO and word != "select:auto":
+            raise ConfigError(Message("inputs.auto-alone"))
+        return BARE if layers == 0 else Checkpointing(layers=layers, select=parts, offload=found[2] is not None)
     hint = meant(word, CHECKPOINTING)
     raise ConfigError(Message("inputs.unknown-value", flag="--checkpointing", word=word, hint=hint))
 
@@ -240,6 +262,8 @@ def _read_parts(text: str) -> tuple[str, ...]:
     names = {name.strip() for name in text.split(",")}
     if names == set(AUTO):
         return AUTO
+    if not names.isdisjoint(AUTO):
+        raise ConfigError(Message("inputs.auto-alone"))
     for name in sorted(names - set(PARTS)):
         word = f"select:{name}"
         raise ConfigError(

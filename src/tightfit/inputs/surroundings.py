@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,10 @@ from tightfit.messages import LANGUAGES, Choice, Language, Message, speak
 from tightfit.types import ConfigError
 
 LANGUAGE = "TIGHTFIT_LANG"
+CODE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable for where its compiler keeps code
+
+_noted: frozenset[str] | None = None
+"""The variables that the user had set; None: nobody has looked yet."""
 
 
 def choose_language(asked: str | None = None) -> None:
@@ -64,10 +69,29 @@ def inherited(changes: Mapping[str, str | None]) -> dict[str, str]:
     return env
 
 
-def set_variable(name: str, value: str) -> str:
-    """Tell a library that is loaded into this process something by its variable; what the user set stays. What holds
-    now."""
-    return os.environ.setdefault(name, value)
+def note_variables() -> None:
+    """Take what is set now for the user's. To be called before libraries are loaded, since some set variables of their
+    own."""
+    global _noted  # noqa: PLW0603
+    _noted = _list_variables()
+
+
+def _list_variables() -> frozenset[str]:
+    """Those that somebody wished for. Torch's own choice of a folder is none of them, though a program that has loaded
+    torch, such as a notebook, hands it on to those that it starts: where it lies anybody may have made it first."""
+    code = Path(os.environ.get(CODE_FOLDER, ""))
+    is_torchs = code.parent == Path(tempfile.gettempdir()) and code.name.startswith("torchinductor_")
+    return frozenset(os.environ) - ({CODE_FOLDER} if is_torchs else set())
+
+
+def is_set_by_user(name: str) -> bool:
+    return name in (_list_variables() if _noted is None else _noted)
+
+
+def set_variable(name: str, value: str) -> None:
+    """Tell a library that is loaded into this process something by its variable; what the user set stays."""
+    if not is_set_by_user(name):
+        os.environ[name] = value
 
 
 def cores() -> int:

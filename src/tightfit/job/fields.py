@@ -331,6 +331,8 @@ def _mend(value: Any, takes: Takes) -> Any:
         if whole and isinstance(number, float):
             return int(number) if number.is_integer() else value
         return number
+    if takes.kind == "words" and value is False and "off" in takes.words:
+        return "off"  # which YAML reads as a switch
     if takes.kind == "words" and isinstance(value, str):
         by_fold = {fold(word): word for word in takes.words}
         return by_fold.get(fold(value), value.lower() if "layers:K" in takes.words else value)

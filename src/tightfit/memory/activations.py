@@ -79,9 +79,10 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
         compiled=levers.compile == "layers" and levers.trainer == "tightfit" and levers.stage != 3,
         liger=_runs_liger(levers, model_type) and vendor != "cpu",
         liger_loss=levers.loss == "fused" and levers.trainer != "tightfit",
-        loss_kernel=vendor != "cpu" and (gpu is None or gpu.triton or levers.trainer != "tightfit"),
+        loss_kernel=gpu is None or gpu.runs_triton or (vendor != "cpu" and levers.trainer != "tightfit"),
         reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
+        cuda_scan=vendor not in ("amd", "hygon") and not before_ampere,
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
         on_gpu=vendor != "cpu",
         # `check_prefer_cudnn_attention`; a card that is not known may be such a one, which holds the more

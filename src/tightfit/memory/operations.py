@@ -67,6 +67,7 @@ class Setting:
     reentrant: bool = False
     """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
     scan: str = "official"
+    cuda_scan: bool = True  # our scan goes back through kernels in CUDA's own language, if shapes allow; else Triton's
     broadcast_scan: bool = False  # Mamba-2 without kernels contracts by broadcasting: transformers before 5.18
     on_gpu: bool = True
     prefers_cudnn: bool = False  # PyTorch tries cuDNN's attention first: 16-bit numbers, on sm_90 and sm_100

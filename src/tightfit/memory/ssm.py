@@ -112,7 +112,8 @@ def _scan_buffers(ops: Operations, shape: Mamba1) -> _Buffers:
     casts = 0 if setting.width == FP32 else (1 + plain_dt) * shape.inner * FP32  # D and the dt bias
     each, batch = shape.inner * shape.state * FP32, setting.micro_batch
     borders = batch * -(-setting.sequence // TIGHTFIT_BORDER) * each
-    cuda = setting.width != FP32 and shape.state == CUDA_STATES and shape.inner % CUDA_CHANNELS == 0
+    fits_cuda = setting.width != FP32 and shape.state == CUDA_STATES and shape.inner % CUDA_CHANNELS == 0
+    cuda = setting.cuda_scan and fits_cuda
     sizes = batch, shape.inner, setting.sequence
     forward = cut_scan(*sizes, shape.state, backward=False)
     backward = cut_cuda_scan(*sizes) if cuda else cut_scan(*sizes, shape.state, backward=True)

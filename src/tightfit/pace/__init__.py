@@ -56,7 +56,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
         high_s=step_s * (1 + apart),
         rates=dict(sorted(used.items(), key=lambda item: -item[1].open_s)),
         because=assumptions(hardware, levers),
-        warm_up_s=warm_up_s(shape, levers, rates.launch),
+        warm_up_s=warm_up_s(shape, levers),
     )
 
 
@@ -78,6 +78,7 @@ def _causes(
     gpu = passes.forward_gpu + traffic.copied
     gpu_back, host_back = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
     busy, busy_back = passes.busy(traffic), max(gpu_back, host_back - passes.lead(traffic))
+    added, idle_back = (times - 1) * traffic.added, busy_back - gpu_back
     collectives, host_link = traffic.waiting(busy, traffic.gathered)
     collectives_back, host_link_back = traffic.waiting_back(max(gpu_back, host_back), times)
     # What the GPU waits for launches is launch overhead.
@@ -90,10 +91,10 @@ def _causes(
         ("host link", times * host_link),
         ("host link", times * traffic.kept_out),
         ("arithmetic", times * passes.products_back),
-        ("memory traffic", times * (passes.traffic_back + traffic.copied_back)),
+        ("memory traffic", times * (passes.traffic_back + traffic.copied_back) + added),
         ("dequantisation", times * passes.unpacking_back),
         ("recomputation", times * passes.recomputed),
-        ("launch overhead", times * (busy_back - gpu_back)),
+        ("launch overhead", times * idle_back - (times - 1) * min(traffic.added, idle_back)),
         ("communication", collectives_back),
         ("host link", host_link_back),
         ("host link", times * traffic.kept_out + reductions * traffic.to_host),

@@ -33,6 +33,14 @@ class KernelChoice(NamedTuple):
         return replace(rest, attention=self.attention, scan=self.scan, buckets=self.buckets)
 
 
+class _Backward(NamedTuple):
+    """Seconds of one backward pass, at every depth."""
+
+    busy: list[float]  # of the GPU or of the host, whichever takes longer
+    net: list[float]  # the same less what launches are ahead
+    idle: list[float]  # of that, what the GPU waits
+
+
 class Clock:
     """Of ways that differ from `strategy` in micro batch, accumulation, loss, kernels and buckets alone."""
 
@@ -43,7 +51,7 @@ class Clock:
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
         self._traffic: dict[Buckets, Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}
-        self._back: dict[_BackKey, tuple[list[float], list[float]]] = {}
+        self._back: dict[_BackKey, _Backward] = {}
 
     def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
         """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, each with the parts that
@@ -58,7 +66,7 @@ class Clock:
         if not traffic.overlaps:
             fixed += traffic.reductions(micro_batches) * traffic.reduced
         key = computed, rest.checkpointing.select, traffic.copied, traffic.copied_back, traffic.host
-        busy, net = self._back.get(key) or self._backward(rest, choice, key)
+        busy, net, idle = self._back.get(key) or self._backward(rest, choice, key)
         waited = traffic.waited(traffic.rounds_back(micro_batches))
         if rest.checkpointing.offload and rest.compile == "layers":
             setting = setting_of(choice.over(rest), self.hardware.gpu, self.shape.model_type)
@@ -67,18 +75,23 @@ class Clock:
             waited_before = traffic.waited([(micro_batches, traffic.gathered)])
             fixed += micro_batches * forward
             sent = [size / self.rates.host_link for size in curve.sent]
-            return [
+            times = [
                 fixed
                 + waited_before(forward, sent[depth])
                 + micro_batches * net[depth]
                 + waited(busy[depth], sent[depth])
                 for depth in range(len(net))
             ]
-        fixed += micro_batches * passes.forward_s(traffic)
-        hidden = bisect_right(busy, traffic.hidden_s)  # a deeper pass is longer
-        most = waited(busy[-1], 0.0)
-        times = [fixed + micro_batches * net[depth] + waited(busy[depth], 0.0) for depth in range(hidden)]
-        return times + [fixed + micro_batches * seconds + most for seconds in net[hidden:]]
+        else:
+            fixed += micro_batches * passes.forward_s(traffic)
+            hidden = bisect_right(busy, traffic.hidden_s)  # a deeper pass is longer
+            most = waited(busy[-1], 0.0)
+            times = [fixed + micro_batches * net[depth] + waited(busy[depth], 0.0) for depth in range(hidden)]
+            times += [fixed + micro_batches * seconds + most for seconds in net[hidden:]]
+        if traffic.added and micro_batches > 1:
+            added, more = traffic.added, micro_batches - 1
+            return [each + more * max(0.0, added - free) for each, free in zip(times, idle, strict=True)]
+        return times
 
     def least_s(self, sequences: int) -> float:
         """So many sequences take no less on one GPU, in whatever micro batches; rounded down a little, since it is
@@ -107,20 +120,18 @@ class Clock:
             self._passes[key] = passes_of(self.shape, levers, self.hardware.gpu, self.rates, recomputing=0)
         return self._passes[key]
 
-    def _backward(self, rest: Levers, choice: KernelChoice, key: _BackKey) -> tuple[list[float], list[float]]:
-        """Seconds of one backward pass at every depth, those of the GPU or of the host, whichever takes longer; and the
-        same less what launches are ahead."""
+    def _backward(self, rest: Levers, choice: KernelChoice, key: _BackKey) -> _Backward:
         passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(choice.buckets), choice.over(rest)
         shape, frozen = self.shape, frozen_of(levers)
         setting = setting_of(levers, self.hardware.gpu, self.shape.model_type)
         layers = [layer_time(block, shape.hidden_size, setting, self.rates.card) for block in shape.blocks]
         gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
         each, lead = 0.0 if engines.gathers_once(levers) else traffic.host / shape.n_layers, passes.lead(traffic)
-        busy, net = [max(gpu, host)], [max(gpu, host - lead)]
+        found = _Backward([max(gpu, host)], [max(gpu, host - lead)], [max(0.0, host - lead - gpu)])
         again: list[tuple[float, float]] = []
         for kind, layer in enumerate(layers):
             once, light = recompute_time(layer, rest.checkpointing.select), Again(0.0, 0.0, 0.0)
-            if layer.fused_again is not None:
+            if layer.lightens:
                 light, count = recompute_time(layer, ELEMENTWISE), shape.pattern[frozen:].count(kind)
                 gpu += count * light.others
                 host += count * self.rates.launch * light.host
@@ -135,10 +146,12 @@ class Clock:
             if index >= frozen:
                 gpu += again[kind][0]
                 host += again[kind][1]
-            busy.append(gpu if gpu > host else host)
-            net.append(gpu if gpu > host - lead else host - lead)
-        self._back[key] = busy, net
-        return busy, net
+            behind = host - lead
+            found.busy.append(gpu if gpu > host else host)
+            found.net.append(gpu if gpu > behind else behind)
+            found.idle.append(0.0 if gpu > behind else behind - gpu)
+        self._back[key] = found
+        return found
 
 
 def _computing_key(rest: Levers, choice: KernelChoice) -> Computed:

@@ -6,7 +6,9 @@ does that after each micro batch, ZeRO-1 and the unsharded engine before the ste
 each layer in the forward pass and again on the way back (a recomputation and its backward share one gather,
 since a layer is smaller than DeepSpeed's reuse distance), and scatter gradients after each micro batch; FSDP2
 does so in fp32. Collectives run beside the computation where the engine lets them: ZeRO-3 and FSDP2 by
-default, ZeRO-1/2 with `overlap_comm`.
+default, ZeRO-1/2 with `overlap_comm`. Torch alone (`train/engines/ddp.py`) adds the gradients of every further micro
+batch to those before it, in fp32 where there are fp32 copies of the weights, and sends them before the step: widened
+ones in one message, others as they are, one by one.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ FP32 = 4
 STEP_BYTES = 44
 """Moved on the GPU for each parameter of a step with fp32 states: flattened and cast gradients, their norm,
 both moments and the master weight read and written, the 16-bit weight written. Counted from the source."""
+WIDENING_BYTES = 10
+"""Likewise where a micro batch's 16-bit gradients are added to fp32 ones: both read, one written. The first micro
+batch's are widened without a sum, which `STEP_BYTES` has."""
 
 
 class PassTimes(NamedTuple):
@@ -85,6 +90,7 @@ class Traffic(NamedTuple):
     updated: float
     copied: float  # on the GPU: shards laid out for a collective and back
     copied_back: float
+    added: float  # on the GPU, after the backward pass of each micro batch but the first: gradients added up
     from_host: float  # in either pass
     to_host: float
     kept_out: float  # layer inputs that wait on the host: out in the forward pass, back in the other
@@ -199,7 +205,12 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
         gathers = _count_tensors_to_gather(shape, levers.buckets.persistence_threshold)
     whole = weights.bytes if sharded else 0
     gradients = weights.trainable_numel * (weights.trainable_width if levers.uses_deepspeed else FP32)
-    buckets = max(1, -(-weights.trainable_numel // levers.buckets.reduce_bucket))
+    messages, added = max(1, -(-weights.trainable_numel // levers.buckets.reduce_bucket)), 0.0
+    if levers.engine == DDP:
+        if levers.master_weights and levers.precision != "fp32":
+            messages, added = 1, WIDENING_BYTES * weights.trainable_numel / memory
+        else:  # autograd adds them up, in the precision of the weights
+            gradients, messages, added = trained, len(weights.trainable), 3 * trained / memory
     # `overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it.
     overlaps = levers.is_fsdp2
     if levers.stage not in (None, 0):
@@ -216,7 +227,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     is_beside = levers.compile == "layers"
     return Traffic(
         gathered=link.ring(whole, world) + link.latency(gathers),
-        reduced=(1 if sharded else 2) * (link.ring(gradients, world) + link.latency(buckets)),
+        reduced=(1 if sharded else 2) * (link.ring(gradients, world) + link.latency(messages)),
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
         shares_host=reached(hardware).link_through_host and not link.is_alone,
@@ -224,6 +235,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
         updated=link.ring(trained, world) if levers.engine in ("zero1", "zero2") else 0.0,
         copied=copied,
         copied_back=copied_back,
+        added=added,
         from_host=link.host(fetched) + (link.nvme(fetched) if levers.offload_param == "nvme" else 0.0),
         to_host=to_host,
         kept_out=0.0 if is_beside else waits,

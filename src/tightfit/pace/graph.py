@@ -46,6 +46,19 @@ def is_kernel(op: Op) -> bool:
     return op.product or op.part not in ("elementwise", "random")
 
 
+def find_needed(tape: Tape) -> set[int]:
+    """The numbers of the operations that have to run once more where nothing is kept: those that lead to something that
+    a backward reads. A layer's last product does not, unless a norm follows, say, or a router's weight."""
+    wanted = {id(slot.storage) for op in tape.ops for slot in op.saves}
+    needed: set[int] = set()
+    for number in range(len(tape.ops) - 1, -1, -1):
+        op = tape.ops[number]
+        if any([id(slot.storage) in wanted for slot in (*op.outputs, *op.makes, *op.keeps)]):
+            needed.add(number)
+            wanted.update([id(slot.storage) for slot in op.inputs])
+    return needed
+
+
 def fuse(tape: Tape, layer_input: Slot, layer_output: Slot) -> Fused:
     groups, readers = _groups(tape, layer_input, layer_output)
     last = max(groups, default=0)

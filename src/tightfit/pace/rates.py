@@ -6,7 +6,7 @@ A rate comes from the best that is known: a finished run (`Hardware.taught`), th
 
 The constants below were measured on one H200 (torch 2.11, DeepSpeed 0.19.8) with 16 cores of an Intel Xeon beside it,
 unless another source is named; `benchmarks/data/` has the figures. Those of kernels are shares or limits that are
-carried over to other cards; those of the host are scaled by `launch`.
+carried over to other cards; those of the host's part in launching are scaled by `launch`.
 """
 
 from __future__ import annotations
@@ -99,8 +99,12 @@ FP32_ELSEWHERE = 2
 
 SCAN_STEPS_PER_S = {"official": 8e11, "tightfit": 1.1e12}
 """States times tokens times channels a second of a selective scan, forward. Measured."""
-SCAN_STEPS_BACK_PER_S = {"official": 2.15e11, "tightfit": 4.0e11}
-"""Likewise backward. Measured. They are bound by exponentials, of which cards do about equally many."""
+SCAN_STEPS_BACK_PER_S = {"official": 2.15e11, "tightfit": 2.9e11}
+"""Likewise backward, ours by Triton's kernels. Measured (h200-scan.jsonl). They are bound by exponentials, of which
+cards do about equally many."""
+CUDA_SCAN_STEPS_BACK_PER_S = 4.0e11
+"""The same of our kernels in CUDA, which are for 16-bit inputs, 16 states and NVIDIA's cards from sm_80 on. Measured on
+four shapes, channels last: 3.8-4.6e11 (h200-scan-backward.jsonl)."""
 TORCH_SCAN_S_PER_TOKEN = 0.32e-3
 """Of one layer, one pass and one position without a scan kernel, whatever the batch. Measured on two models."""
 NF4_BYTES_PER_BANDWIDTH = 0.22
@@ -162,7 +166,8 @@ HEAD_OPERATIONS = 30
 
 COMPILE_START_S = 4.0
 """What the first compilation of a process takes more than others: the compiler is loaded, and its workers start.
-Measured, as what follows, on the layers of four models, with and without adapters."""
+Measured, as what follows, on the layers of four models, with and without adapters, by the host beside the H200
+(`first_s` in h200-compiled.jsonl). Not scaled for other hosts: of their compilers a launch says nothing."""
 COMPILE_CODE_S = 1.8
 """Each kind of layer, forward and backward."""
 COMPILE_PRODUCT_S = 0.2
@@ -232,6 +237,7 @@ class Card(NamedTuple):
     strided: float
     kernel_start_s: float
     unpacking: float  # bytes/s of 16-bit weights written from 4-bit ones
+    scan_back: float  # steps/s of our scan backward, where its kernels in CUDA would do if the card runs them
 
 
 class Rates(NamedTuple):
@@ -426,7 +432,13 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
         strided=min(memory, STRIDED_BYTES_PER_S * clocks),
         kernel_start_s=KERNEL_START_S,
         unpacking=found.take("unpacking", "unpacking", bandwidth * NF4_BYTES_PER_BANDWIDTH, 0.25, stated),
+        scan_back=CUDA_SCAN_STEPS_BACK_PER_S if _runs_cuda_scan(gpu) else SCAN_STEPS_BACK_PER_S["tightfit"],
     )
+
+
+def _runs_cuda_scan(gpu: Gpu) -> bool:
+    number = (gpu.arch or "").removeprefix("sm_").rstrip("a")
+    return gpu.vendor == "nvidia" and not (number.isdigit() and int(number) < 80)
 
 
 def _source_of(gpu: Gpu) -> RateSource:

@@ -17,16 +17,17 @@ from typing import NamedTuple
 
 from tightfit.memory.activations import setting_of
 from tightfit.memory.attention import computed_keys, is_masked, kernel_of
-from tightfit.memory.layers import layer_tape
+from tightfit.memory.layers import has_parts, layer_tape
 from tightfit.memory.loss import chunk_tokens
 from tightfit.memory.operations import FP32, Setting
 from tightfit.memory.selection import place_of
+from tightfit.memory.ssm import CUDA_CHANNELS, CUDA_STATES
 from tightfit.memory.tape import Op, Slot, Tape
 from tightfit.memory.weights import is_linear
 from tightfit.pace import engines
 from tightfit.pace import rates as constants
 from tightfit.pace.engines import PassTimes
-from tightfit.pace.graph import fuse, is_kernel
+from tightfit.pace.graph import find_needed, fuse, is_kernel
 from tightfit.pace.rates import Card, Rates
 from tightfit.types import PARTS, Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
 
@@ -37,6 +38,14 @@ ELEMENTWISE = PARTS[:1]
 """What all compiled layers recompute as soon as one recomputes anything."""
 BACKWARD_OPERATIONS = 1.0
 """Host time of an operation's backward over its forward: no Python, but twice the kernels. Measured."""
+
+
+class Again(NamedTuple):
+    """Seconds of what runs once more in the backward pass of a layer."""
+
+    products: float
+    others: float
+    host: float
 
 
 class LayerTime(NamedTuple):
@@ -50,31 +59,30 @@ class LayerTime(NamedTuple):
     host: float  # what Python and the driver need to launch the forward pass
     host_back: float
     modules: int  # modules that an engine hooks
-    parts: tuple[float, ...] = ()
-    """Of `products`, those of each of `PARTS`; nobody needs the rest again. Nothing: it recomputes as a whole."""
-    scan: float = 0.0  # of `traffic`, the mixer's own kernel
-    fused_again: float | None = None  # of a compiled layer: its elementwise work once more; None: it is not compiled
-    host_again: float = 0.0  # likewise what launching that takes, and what the choice of parts costs beside it
+    parts: tuple[Again, ...] = ()
+    """What runs again with each of `PARTS`. The first of them goes along with any other; it has what always runs again:
+    elementwise work, a scan whose kernels keep what only they can read, and what the choice itself costs. Nothing: the
+    layer recomputes as a whole."""
+    is_compiled: bool = False
 
-
-class Again(NamedTuple):
-    """Seconds of what runs once more in the backward pass of a layer."""
-
-    products: float
-    others: float
-    host: float
+    @property
+    def lightens(self) -> bool:
+        """Whether it recomputes its elementwise work as soon as any layer recomputes anything."""
+        return self.is_compiled and bool(self.parts)
 
 
 def recompute_time(layer: LayerTime, select: tuple[str, ...]) -> Again:
     """`select`: the parts that do; empty: all."""
-    if not layer.parts or (layer.fused_again is None and not select):
+    if not layer.parts or not (layer.is_compiled or select):
         host = layer.host + constants.CHECKPOINTED_LAYER_S
         return Again(layer.products, layer.traffic + layer.unpacking, host)
-    each = zip(PARTS, layer.parts, strict=True)
-    products = sum([seconds for part, seconds in each if not select or part in select])
-    # A scan's kernels keep what only they can read: it runs again with whatever is chosen.
-    others = layer.traffic if layer.fused_again is None else layer.fused_again + layer.scan
-    return Again(products, others + layer.unpacking * products / layer.products, layer.host_again)
+    wanted = (*ELEMENTWISE, *select) if select else PARTS
+    chosen = [each for part, each in zip(PARTS, layer.parts, strict=True) if part in wanted]
+    return Again(
+        sum([each.products for each in chosen]),
+        sum([each.others for each in chosen]),
+        sum([each.host for each in chosen]),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -104,13 +112,9 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     tape, x, y = layer_tape(block, hidden, setting, True)
     real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
     attention, attention_back = _attention(block, setting, card)
-    scan, scan_back, scan_host = _scan(block, setting)
+    scan, scan_back, scan_host = _scan(block, setting, card)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
     unpack_s = len(linears) * constants.PACKED_LINEAR_S if packed else 0.0
-    by_part = {part: sum([once for name, once, _ in products if place_of(name) == part]) for part in PARTS}
-    by_part["mixer"] += attention
-    if block.mlp is None:  # the last projection, which nothing needs again
-        by_part["out"] = 0.0
     time = LayerTime(
         products=forward + attention,
         traffic=scan,
@@ -120,36 +124,90 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
         host=unpack_s + scan_host,
         host_back=unpack_s + scan_host,
         modules=modules,
-        parts=tuple(by_part.values()),
-        scan=scan,
+        is_compiled=setting.compiled,
     )
+    again = _Parts(tape, block, setting)
+    again.add_products(products, card)
+    again.add("mixer", products=attention)
+    again.add_scan(scan, scan_host)
     if setting.compiled:
-        return _compile_time(time, tape, x, y, setting, card)
-    launches = len(real) * constants.OPERATION_S
-    return time._replace(
-        traffic=sum([_forward_s(op, card) for op in real if not op.product]) + scan,
-        traffic_back=_backward_s(tape.ops, card) + scan_back,
-        host=time.host + launches,
-        host_back=time.host_back + launches * BACKWARD_OPERATIONS,
-        # in both passes each operation is looked at, whether it is one that is kept
-        host_again=time.host + launches + 2 * len(real) * constants.CHOSEN_OPERATION_S,
-    )
+        time = _compile_time(time, again, x, y, card)
+    else:
+        launches = len(real) * constants.OPERATION_S
+        time = time._replace(
+            traffic=sum([_forward_s(op, card) for op in real if not op.product]) + scan,
+            traffic_back=_backward_s(tape.ops, card) + scan_back,
+            host=time.host + launches,
+            host_back=time.host_back + launches * BACKWARD_OPERATIONS,
+        )
+        for op in real:
+            if not op.product:
+                again.add(op.part, others=_forward_s(op, card))
+        # In both passes each operation is looked at, whether it is one that is kept; and Python runs every module.
+        again.add("elementwise", host=unpack_s + launches + 2 * len(real) * constants.CHOSEN_OPERATION_S)
+    return time._replace(parts=tuple(again.by_part.values())) if has_parts(block, setting) else time
 
 
-def _compile_time(time: LayerTime, tape: Tape, x: Slot, y: Slot, setting: Setting, card: Card) -> LayerTime:
+class _Parts:
+    """Adds up what runs again with each part."""
+
+    def __init__(self, tape: Tape, block: Block, setting: Setting) -> None:
+        self.tape, self.block, self.setting = tape, block, setting
+        self.needed = find_needed(tape)
+        self.by_part = dict.fromkeys(PARTS, Again(0.0, 0.0, 0.0))
+        scans = [op.part for op in tape.ops if is_kernel(op) and op.part in ("mixer", "scan")]
+        self._scan = "" if isinstance(block.mixer, Attention) else next(iter(scans), "")
+
+    def add(self, part: str, *, products: float = 0.0, others: float = 0.0, host: float = 0.0) -> None:
+        """To a part by any name that a tape has for it; what belongs to none that can be chosen runs with each."""
+        name = "mlp" if part == "down" else part if part in PARTS else ELEMENTWISE[0]
+        before = self.by_part[name]
+        self.by_part[name] = Again(before.products + products, before.others + others, before.host + host)
+
+    def add_scan(self, seconds: float, host: float) -> None:
+        """Ours goes along with `mixer`, and is kept where that is; others always run again."""
+        self.add(self._scan, others=seconds, host=host)
+
+    def add_products(self, products: list[tuple[str, float, float]], card: Card) -> None:
+        """As far as anything reads them again, with the 4-bit weights that they are made of."""
+        ops, read = self.tape.ops, {self.tape.ops[number].part for number in self.needed}
+        called = {
+            name: any([number in self.needed and ops[number].product for number in range(since, until)])
+            for name, since, until in self.tape.calls
+        }
+        linears = [tensor for tensor in self.block.tensors if self.setting.quantised and is_linear(tensor)]
+        packed = {tensor.name.rpartition(".")[0]: tensor.numel for tensor in linears}
+        for name, once, _ in products:
+            part: str = place_of(name.partition("/")[0]) or ""
+            if self._scan and name not in called:  # the function around the scan computes it
+                part = self._scan
+            if not called.get(name, part in read):
+                continue
+            self.add(part, products=once)
+            if name in packed:
+                host = constants.PACKED_LINEAR_S if self.setting.compiled else 0.0
+                self.add(part, others=packed[name] * self.setting.width / card.unpacking, host=host)
+
+
+def _compile_time(time: LayerTime, again: _Parts, x: Slot, y: Slot, card: Card) -> LayerTime:
     """The same layer, compiled: its products and kernels are as they were, what lies between them is moved once."""
+    tape = again.tape
     moved, speed = fuse(tape, x, y), card.memory * constants.FUSED_SHARE
     kernels = [op for op in tape.ops if is_kernel(op)]
     own = [op for op in kernels if not op.product]  # a scan's, whose buffers pass through memory all the same
     back = sum([2 if op.weight_grad else 1 for op in kernels])
     fused_s = [size / speed + count * card.kernel_start_s for size, count in (moved.forward, moved.back, moved.again)]
+    for number in again.needed:
+        op = tape.ops[number]
+        if is_kernel(op):
+            again.add(op.part, others=0.0 if op.product else _forward_s(op, card), host=_launch_code(1))
+    launched = _launch_code(moved.again.kernels) + constants.COMPILED_AGAIN_S
+    again.add("elementwise", others=fused_s[2], host=launched)
     return time._replace(
         traffic=time.traffic + fused_s[0] + sum([_forward_s(op, card) for op in own]),
         traffic_back=time.traffic_back + fused_s[1] + _backward_s(own, card),
         host=time.host + _launch_code(len(kernels) + moved.forward.kernels) + constants.COMPILED_CALL_S,
         host_back=time.host_back + _launch_code(back + moved.back.kernels) + constants.COMPILED_BACK_S,
-        fused_again=fused_s[2],
-        host_again=_launch_code(len(kernels) + moved.again.kernels) + constants.COMPILED_AGAIN_S,
     )
 
 
@@ -203,18 +261,19 @@ def _speed(op: Op, card: Card, *, widens: bool) -> float:
 
 
 def _products(block: Block, setting: Setting, card: Card) -> list[tuple[str, float, float]]:
-    """All linear layers with their adapters, and experts: their modules, and seconds forward and backward."""
-    found, base_back = [], 2 if setting.trains_base else 1
+    """All linear layers, their adapters' matrices (`…/A`, `…/B`) and experts: their modules as a tape calls them, and
+    seconds forward and backward."""
+    found, base_back = list[tuple[str, float, float]](), 2 if setting.trains_base else 1
     for tensor in block.tensors:
         module = tensor.name.rpartition(".")[0]
         if is_linear(tensor):
             out_features, in_features = tensor.shape
             once = _product(setting.tokens, out_features, in_features, setting.width, card)
-            down = up = 0.0
+            found.append((module, once, base_back * once))
             if setting.adapts(module):
                 down = _product(setting.tokens, setting.lora_rank, in_features, setting.width, card)
                 up = _product(setting.tokens, out_features, setting.lora_rank, setting.width, card)
-            found.append((module, once + down + up, base_back * once + 2 * (down + up)))
+                found += [(f"{module}/A", down, 2 * down), (f"{module}/B", up, 2 * up)]
         elif isinstance(block.mlp, Moe) and len(tensor.shape) == 3 and tensor.name.startswith("mlp."):
             # A grouped product. Every expert's weights are read, however few tokens it gets.
             _, out_features, in_features = tensor.shape
@@ -260,7 +319,7 @@ def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float
     return once, once * (constants.WIDE_EFFICIENT_BACK if wide else constants.ATTENTION_BACK[name])
 
 
-def _scan(block: Block, setting: Setting) -> tuple[float, float, float]:
+def _scan(block: Block, setting: Setting, card: Card) -> tuple[float, float, float]:
     """Seconds of the scan forward and backward on the GPU, and of each on the host."""
     mixer = block.mixer
     if not isinstance(mixer, Mamba1):
@@ -270,6 +329,9 @@ def _scan(block: Block, setting: Setting) -> tuple[float, float, float]:
     steps = setting.tokens * mixer.inner * mixer.state
     launches = constants.SCAN_OPERATIONS * constants.OPERATION_S
     forward, back = constants.SCAN_STEPS_PER_S[setting.scan], constants.SCAN_STEPS_BACK_PER_S[setting.scan]
+    fits = setting.width < FP32 and mixer.state == CUDA_STATES and mixer.inner % CUDA_CHANNELS == 0
+    if setting.scan == "tightfit" and fits:  # as mamba/cuda_scan.py says
+        back = card.scan_back
     return steps / forward, steps / back, launches
 
 
@@ -383,7 +445,7 @@ def _plain(
         again_s += anew * (once_more.products + once_more.others)
         again_products += anew * once_more.products
         host_back += back * layer.host_back + anew * once_more.host
-        if again.layers and layer.fused_again is not None:
+        if again.layers and layer.lightens:
             light = recompute_time(layer, ELEMENTWISE)
             again_s += (back - anew) * light.others
             host_back += (back - anew) * light.host

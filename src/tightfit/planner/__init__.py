@@ -22,7 +22,7 @@ from tightfit.planner.candidates import check_states
 from tightfit.planner.certainty import choose
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
-from tightfit.planner.search import SearchResult, search
+from tightfit.planner.search import SearchResult, search, search_strategy
 from tightfit.planner.tiers import STANDS_IN, TIERS, Tier, apply_tier, by_memory, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.priced import GIB, amounts, strategy_name
@@ -32,7 +32,7 @@ __all__ = ["Bounds", "Plan", "Remedy", "Tiered", "Way", "all_tiers", "plan", "pl
 
 SEQUENCES_A_GPU = 4  # the effective batch where none was asked for
 LEAST_WARM_UP = 0.02
-"""Of all steps together: compiling that takes less pays wherever a layer is any faster for it."""
+"""Of all steps together: whether compiling that takes less pays is not asked, since no more than that could be lost."""
 
 
 def plan(
@@ -210,10 +210,10 @@ def settle_selection(shape: ModelShape, levers: Levers, hardware: Hardware) -> L
         trainer=Abilities(trainer=levers.trainer),
         every_gpu=True,
     )
-    ways = search(question).ways
-    if not ways:
+    way = search_strategy(question, levers)
+    if way is None:
         raise ConfigError(Message("plan.nothing-to-select", model=shape.name))
-    return ways[0].levers
+    return way.levers
 
 
 # --- named tiers --------------------------------------------------------------------------------

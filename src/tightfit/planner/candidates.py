@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from tightfit.inputs.flags import AUTO, check_levers, find_compile_obstacle, released_at_once
+from tightfit.inputs.flags import AUTO, check_levers, find_compile_obstacle, find_ddp_obstacle, released_at_once
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice
@@ -97,11 +97,15 @@ class Corner:
         """Layers that recompute do so as a whole."""
         return not self.rest.checkpointing.select
 
-    @property
-    def is_light(self) -> bool:
-        """Elementwise work is recomputed and nothing else: in compiled layers by all of them or by none."""
+    def depths(self, n_layers: int, *, partial: bool = True) -> tuple[int, ...]:
+        """Numbers of recomputing layers to try, from none to all: only these two, where a trainer knows nothing
+        between, and where compiled layers recompute elementwise work alone, which all of them do or none. Of those
+        that send what they keep all but one are as good as all: the top layer's stays."""
         depth = self.rest.checkpointing
-        return self.rest.compile == "layers" and depth.select == ELEMENTWISE and not depth.offload
+        is_light = self.rest.compile == "layers" and depth.select == ELEMENTWISE and not depth.offload
+        if not partial or is_light:
+            return 0, n_layers
+        return (*range(n_layers - depth.offload), n_layers)
 
     @cached_property
     def levers(self) -> Levers:
@@ -132,7 +136,7 @@ def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
     if ours and levers.optimizer in EIGHT_BIT and (levers.engine not in BY_PARAMETER or _is_pure(levers)):
         return False
     if levers.engine == DDP:
-        return ours and levers.optimizer != "adafactor"
+        return ours and not find_ddp_obstacle(levers)
     if levers.engine == "zero0" and levers.precision == "fp16":
         return False  # the unsharded engine divides by a loss scale that it never multiplied with
     if "nvme" in (levers.offload_optimizer, levers.offload_param) and hardware.nvme_bytes is None:
@@ -196,9 +200,17 @@ def corners(
             with suppress(UserError):
                 # of which neither kernels nor buckets make a difference; what needs a compiler `_speeds` knows
                 check_levers(replace(levers, checkpointing=replace(levers.checkpointing, offload=False)), shape)
+                every = {how: None for each in speeds.values() for how in each}
+                fastest = max([how[0] for how in every], default="off", key=("off", "layers").index)
                 ways = {
-                    how: _selected(shape, replace(levers, compile=how[0], kernels=how[1]), pinned, hardware, trainer)
-                    for how in {how: None for each in speeds.values() for how in each}
+                    how: _selected(
+                        shape,
+                        replace(levers, compile=how[0], kernels=how[1]),
+                        pinned,
+                        hardware,
+                        tries_parts=how[0] == fastest and trainer.selects_on(hardware),
+                    )
+                    for how in every
                 }
                 yield from [
                     Corner(way, choice, searched) for choice in choices for how in speeds[choice] for way in ways[how]
@@ -218,7 +230,7 @@ def _speeds(
     compiles = trainer.compiles_on(hardware) and levers.kernels == "plain"
     if "compile" in pinned:
         compiles = levers.compile == "layers"
-    borrows = "kernels" not in pinned and trainer.borrows_kernels(shape)
+    borrows = "kernels" not in pinned and trainer.borrows_kernels(shape, hardware)
     kernels: tuple[Kernels, ...] = ("plain", "fused") if borrows else (levers.kernels,)
     found: list[tuple[Compile, Kernels]] = [("off", each) for each in kernels]
     if compiles and find_compile_obstacle(levers, shape) is None:
@@ -230,19 +242,19 @@ def _speeds(
 
 
 def _selected(
-    shape: ModelShape, levers: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities
+    shape: ModelShape, levers: Levers, pinned: Pinned, hardware: Hardware, *, tries_parts: bool
 ) -> list[Levers]:
     """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
-    are not compiled parts are tried only if those must not be: they take twice as long to launch. What is left of
-    compiled ones may wait on the host."""
+    are not compiled parts are tried only where none can be: they take twice as long to launch. What is left of
+    compiled ones may wait on the host; that is chosen only for who asks for a selection, until it has been measured."""
     if not is_searched(levers, pinned):
         return [levers]
     asked, is_compiled = "checkpointing" in pinned, levers.compile == "layers"
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
-    if asked or (trainer.selects_on(hardware) and levers.stage != 3 and (is_compiled or "compile" in pinned)):
+    if asked or (tries_parts and levers.stage != 3):
         for parts in selections(shape, levers, hardware):
-            places = (False, True) if is_compiled and hardware.gpu.vendor != "cpu" else (False,)
+            places = (False, True) if asked and is_compiled and hardware.gpu.vendor != "cpu" else (False,)
             found += [Checkpointing(layers=None, select=parts, offload=offload) for offload in places]
     return [replace(levers, checkpointing=each) for each in found]
 

@@ -57,14 +57,13 @@ class Ladder:
         self.depths: tuple[int, ...] = (0,)
         self.deepest = FULL
         if corner.searched:
-            self.depths = depths_to_try(question.shape.n_layers, partial=question.partial and not corner.is_light)
+            self.depths = corner.depths(question.shape.n_layers, partial=question.partial)
             self.deepest = corner.rest.checkpointing
         if corner.searched and self.deepest.offload and (room := question.hardware.host_ram_bytes) is not None:
             # What more layers send the host cannot hold.
-            most = bisect_right(self.depths[1:], room, key=self._host_bytes)
-            self.depths = self.depths[: most + 1]
-            if most < question.shape.n_layers:
-                self.deepest = replace(self.deepest, layers=most)
+            self.depths = self.depths[: 1 + bisect_right(self.depths[1:], room, key=self._host_bytes)]
+            if self.depths[-1] < question.shape.n_layers:
+                self.deepest = replace(self.deepest, layers=self.depths[-1])
         self.last = len(self.depths) - 1
         self.weighed: dict[Checkpointing, Weight] = {}
 
@@ -213,11 +212,6 @@ class Ladder:
 
 
 # --- the search of a depth ---------------------------------------------------------------------
-
-
-def depths_to_try(n_layers: int, *, partial: bool = True) -> tuple[int, ...]:
-    """Numbers of recomputing layers, from none to all; or only these two, where a trainer knows nothing between."""
-    return tuple(range(n_layers + 1)) if partial else (0, n_layers)
 
 
 def in_a_valley(excess: Excess, last: int, rise: int) -> int | None:

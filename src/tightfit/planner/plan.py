@@ -68,7 +68,6 @@ class Bounds:
     engines: frozenset[str] | None = None  # those that can be started; None: any
     llamafactory_version: str = LLAMAFACTORY_VERSION  # of the LLaMA-Factory that a job may be for
     every_gpu: bool = False  # no way that leaves GPUs idle
-    compiles: bool = True  # layers may be compiled, where that pays
     has_liger: bool = False  # Liger is installed, so that its kernels may be chosen
     calibration: Calibration | None = None  # None: predictions are taken as they are
     advice: bool = True

@@ -57,7 +57,6 @@ class Question:
             trainer=replace(
                 self.trainer,
                 llamafactory_version=bounds.llamafactory_version,
-                compiles=bounds.compiles,
                 has_liger=bounds.has_liger,
             ),
             partial=bounds.partial and self.trainer.is_ours,
@@ -73,7 +72,7 @@ class Question:
 
     @property
     def without_compiler(self) -> Question:
-        return replace(self, trainer=replace(self.trainer, compiles=False))
+        return replace(self, base=replace(self.base, compile="off"), pinned=self.pinned | {"compile"})
 
     @property
     def gpu_limit_bytes(self) -> int:

@@ -121,8 +121,9 @@ def _of_recomputation(question: Question, way: Way) -> Iterator[Message]:
         return
     where = Message("plan.a-gpu") if way.world > 1 else Message("plan.the-gpu")
     if again.select and depth:
-        named = [part for part in again.select if part != PARTS[0]] or again.select
-        yield Message("plan.parts-recompute", parts=Listing([_PARTS[part] for part in named], "and"))
+        called = _PARTS | ({"mixer": Message("plan.part-scan")} if question.shape.scans else {})
+        parts = Listing([called[part] for part in again.select], "and")
+        yield Message("plan.parts-recompute", parts=parts)
     if again.select and again.offload and depth:
         waiting = way.footprint.host.phases["forward"].components["activations"]
         yield Message("plan.kept-on-host", size=amounts(waiting)[0])
@@ -140,7 +141,7 @@ def _of_speed(question: Question, way: Way) -> Iterator[Message]:
     if way.levers.compile == "layers" and "compile" not in question.pinned:
         plain = step_seconds(way.shape, replace(way.levers, compile="off"), way.hardware)
         times = plain / way.pace.step_s
-        known = "plan.layers-compiled" if way.is_paced else "plan.layers-compiled-unpaced"
+        known = "plan.layers-compiled" if way.is_paced and times >= 1.05 else "plan.layers-compiled-unpaced"
         yield Message(known, times=times, warm_up=way.pace.warm_up_s)
     if way.levers.kernels == "fused" and "kernels" not in question.pinned:
         yield Message("plan.kernels-from-liger")

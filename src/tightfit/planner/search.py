@@ -23,7 +23,7 @@ from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
-from tightfit.types import Buckets, Checkpointing, Levers
+from tightfit.types import DDP, Buckets, Checkpointing, Levers
 
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
@@ -71,6 +71,13 @@ def search(question: Question, *, nearest: bool = True) -> SearchResult:
     return found
 
 
+def search_strategy(question: Question, levers: Levers) -> Way | None:
+    """The best of one strategy alone, or what is nearest to fitting."""
+    found = SearchResult()
+    _search_strategy(question, levers, found, inf, nearest=True)
+    return found.ways[0] if found.ways else None
+
+
 def something_fits(question: Question) -> bool:
     """Whether `search` would find anything; asked only of the candidates that can hold least."""
     return any(fits_at_all(each) for each in (question, *_smaller(question)))
@@ -106,7 +113,7 @@ def _smaller(question: Question) -> Iterator[Question]:
 def _is_slower(question: Question, most_s: float) -> bool:
     """Whether the GPU's own work on its share of the batch takes longer than this, with nothing recomputed and nobody
     to wait for. Most often the arithmetic alone does."""
-    levers = replace(question.base, engine="zero0", offload_optimizer="none", offload_param="none")
+    levers = replace(question.base, engine=DDP, offload_optimizer="none", offload_param="none")
     clock = Clock(question.shape, levers, replace(question.hardware, nodes=1, gpus_per_node=1))
     if clock.least_s(question.effective_batch // question.hardware.world) > most_s:
         return True
@@ -130,30 +137,34 @@ def _search_world(question: Question, found: SearchResult, most_s: float = inf, 
     """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
     interest."""
     for levers in _strategies(question):
-        race: list[Runner] = []
-        clock = Clock(question.shape, levers, question.hardware)
-        for corner in _corners(question, levers):
-            if corner.searched:
-                times = clock.times(corner.rest, corner.choice)
-                times = times if question.partial and not corner.is_light else [times[0], times[-1]]
-            else:
-                times = [step_seconds(question.shape, corner.levers, question.hardware)]
-            found.timed.update(times)
-            race.append((times[0], len(race), corner, times))
-        if min(race, default=(inf,))[0] > most_s + TIE_S:
-            continue
-        ladders = [Ladder(question, corner, set()) for corner in frugal([corner for _, _, corner, _ in race])]
-        way: Way | None = None
-        if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
-            way = _race(question, race, ladders, found.weighed, most_s)
+        _search_strategy(question, levers, found, most_s, nearest=nearest)
+
+
+def _search_strategy(question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool) -> None:
+    race: list[Runner] = []
+    clock = Clock(question.shape, levers, question.hardware)
+    for corner in _corners(question, levers):
+        if corner.searched:
+            every = clock.times(corner.rest, corner.choice)
+            times = [every[layers] for layers in corner.depths(question.shape.n_layers, partial=question.partial)]
         else:
-            closest: Weighed | None = None
-            for ladder in ladders if nearest else ():
-                closest = ladder.nearest(closest)
-            found.weighed.update(size for ladder in ladders for size in ladder.sizes)
-            way = None if closest is None else _way(question, closest.levers, fits=False)
-        if way is not None:
-            found.ways.append(way)
+            times = [step_seconds(question.shape, corner.levers, question.hardware)]
+        found.timed.update(times)
+        race.append((times[0], len(race), corner, times))
+    if min(race, default=(inf,))[0] > most_s + TIE_S:
+        return
+    ladders = [Ladder(question, corner, set()) for corner in frugal([corner for _, _, corner, _ in race])]
+    way: Way | None = None
+    if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
+        way = _race(question, race, ladders, found.weighed, most_s)
+    else:
+        closest: Weighed | None = None
+        for ladder in ladders if nearest else ():
+            closest = ladder.nearest(closest)
+        found.weighed.update(size for ladder in ladders for size in ladder.sizes)
+        way = None if closest is None else _way(question, closest.levers, fits=False)
+    if way is not None:
+        found.ways.append(way)
 
 
 Runner = tuple[float, int, Corner, list[float]]

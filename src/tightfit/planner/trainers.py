@@ -17,7 +17,7 @@ from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, release
 from tightfit.memory.operations import LIGER_MODELS
 from tightfit.messages import Message
-from tightfit.types import FSDP2, ZERO3, ConfigError, Engine, Hardware, Levers, ModelShape, Trainer
+from tightfit.types import DDP, FSDP2, ZERO3, ConfigError, Engine, Hardware, Levers, ModelShape, Trainer
 
 OLDEST_LLAMAFACTORY = (0, 9, 2)
 _TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
@@ -50,7 +50,6 @@ class Abilities:
 
     trainer: Trainer = "tightfit"
     llamafactory_version: str = LLAMAFACTORY_VERSION
-    compiles: bool = True  # our own worker's layers may be compiled, where that pays
     has_liger: bool = False  # Liger is installed, so that our own worker may borrow its kernels
 
     @property
@@ -75,15 +74,15 @@ class Abilities:
     def compiles_on(self, hardware: Hardware) -> bool:
         """Whether layers are compiled without being told to: by our own worker, on cards for which PyTorch has a
         compiler. What that brings a CPU was never measured, and a DCU's PyTorch is too old."""
-        return self.is_ours and self.compiles and hardware.gpu.vendor not in ("cpu", "hygon")
+        return self.selects_on(hardware) and hardware.gpu.runs_triton
 
     def selects_on(self, hardware: Hardware) -> bool:
         """Likewise whether parts of layers recompute."""
-        return self.is_ours and self.compiles and hardware.gpu.vendor not in ("cpu", "hygon")
+        return self.is_ours and hardware.gpu.vendor not in ("cpu", "hygon")
 
-    def borrows_kernels(self, shape: ModelShape) -> bool:
+    def borrows_kernels(self, shape: ModelShape, hardware: Hardware) -> bool:
         """Whether Liger's kernels may run in our own worker's layers without being asked for."""
-        return self.is_ours and self.has_liger and shape.model_type in LIGER_MODELS
+        return self.is_ours and self.has_liger and shape.model_type in LIGER_MODELS and hardware.gpu.runs_triton
 
     def offloads_inputs(self, engine: Engine) -> bool:
         """Whether layer inputs can wait on the host: for the Trainer, accelerate's FSDP2 does that alone."""
@@ -122,12 +121,15 @@ def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Co
         check_llamafactory(levers, shape, trainer.llamafactory_version)
     if "engine" in pinned and levers.is_fsdp2 and trainer.trainer == "llamafactory":
         raise ConfigError(Message("plan.llamafactory-fsdp2"))
-    for lever, value in (("compile", levers.compile), ("kernels", levers.kernels)):
-        if lever in pinned and value not in ("off", "plain"):
+    depth = levers.checkpointing
+    for lever, value, is_ours in (
+        ("engine", levers.engine, levers.engine == DDP),
+        ("compile", levers.compile, levers.compile != "off"),
+        ("kernels", levers.kernels, levers.kernels != "plain"),
+        ("checkpointing", checkpointing_word(depth), bool(depth.select)),
+    ):
+        if lever in pinned and is_ours:
             raise ConfigError(Message("plan.only-our-worker", name=name, flag=f"--{lever} {value}"))
-    if "checkpointing" in pinned and levers.checkpointing.select:
-        word = checkpointing_word(levers.checkpointing)
-        raise ConfigError(Message("plan.only-our-worker", name=name, flag=f"--checkpointing {word}"))
     if "checkpointing" in pinned and levers.checkpointing.layers:
         raise ConfigError(Message("plan.all-layers-or-none", name=name))
     if "checkpointing" in pinned and levers.checkpointing.offload and not trainer.offloads_inputs(levers.engine):

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from tightfit.inputs.surroundings import cache_folder, choose_language
+from tightfit.inputs.surroundings import cache_folder, choose_language, note_variables
 from tightfit.messages import text
 from tightfit.train.stop import Stop, leave
 from tightfit.types import TightfitError, UserError
@@ -120,6 +120,7 @@ def set_environment() -> None:
     """What must be set before torch is loaded, and what DeepSpeed looks for. What the user set stays."""
     from tightfit.hardware.slurm import slurm_rank
 
+    note_variables()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # DeepSpeed compiles with ninja. It came with this Python, and nobody need have activated its environment.
     programs, places = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath).split(os.pathsep)

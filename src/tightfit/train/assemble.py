@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tightfit.messages import Message
+from tightfit.messages import Message, Said, say_why
 from tightfit.train import build
 from tightfit.train.compile import Compiler, find_obstacle, keep_code
 from tightfit.train.config import WorkerConfig
@@ -28,6 +28,7 @@ from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint
 from tightfit.train.engines import Engine
 from tightfit.train.events import Events
 from tightfit.train.kernels import install_kernels
+from tightfit.train.loss import try_kernels
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute, say_whole
 from tightfit.train.scratch import Scratch
@@ -123,8 +124,13 @@ def assemble(
             build.cast_meta(model, rests_in)
         recomputed, within, compiler, compile_said = 0, 0, None, None
         if levers.compile == "layers":
-            if (obstacle := find_obstacle(levers, place)) is None:
-                compile_said = keep_code(cache.parent, place, config.world.gpus_per_node)
+            obstacle: Said | None = find_obstacle(levers, place)
+            if obstacle is None:
+                try:
+                    compile_said = keep_code(cache.parent, place, config.world.gpus_per_node)
+                except OSError as error:  # there is no room for temporary files either
+                    obstacle = say_why(error)
+            if obstacle is None:
                 compiler = Compiler(events)
                 within = compiler.compile(model, levers.checkpointing, place.device)
             else:
@@ -159,8 +165,9 @@ def assemble(
                 with report_meanwhile(Message("train.starting-deepspeed"), events.doing):
                     assert config.deepspeed is not None
                     engine = DeepSpeed(model, config.deepspeed, levers, place, config.training.weight_decay)
+    loss_said = try_kernels()[1] if levers.loss == "fused" and place.on_gpu else None
     repaired = (Message("train.dtype-repaired", oddity=odd) for odd in oddities)
-    found = said, scan_said, kernels_said, compile_said, select_said
+    found = said, scan_said, kernels_said, loss_said, compile_said, select_said
     sentences = tuple(sentence for sentence in (*found, *repaired) if sentence)
     return Assembled(
         engine=engine,

@@ -26,6 +26,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,15 +40,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tightfit.inputs.surroundings import cores, inherited, is_installed, set_variable
+from tightfit.inputs.surroundings import CODE_FOLDER, cores, inherited, is_installed, is_set_by_user, set_variable
 from tightfit.messages import Message, Said, say_why
 from tightfit.runs.disk import room
 from tightfit.runs.folder import COMPILED
+from tightfit.runs.hang import START_S
 from tightfit.train.build import layers_of
 from tightfit.train.data.samples import MULTIPLE
 from tightfit.train.events import Events
 from tightfit.train.place import Place
 from tightfit.train.recompute import Contexts, inside
+from tightfit.train.stop import do_before_leaving
 from tightfit.train.to_host import HostStore
 from tightfit.types import Checkpointing, Levers
 
@@ -55,69 +58,108 @@ BACKEND = "inductor"  # the compiler, by torch's name for it
 MOST_VARIANTS = 64
 """Codes that torch keeps for all layers together: kinds of layers, with and without a gradient, times the lengths of
 rows. Its own limit of 8 is made for functions whose arguments surprise it; here every variant is known beforehand."""
+LIMIT_ERRORS = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+"""What torch raises at its limit, by the names of several releases. By their class these are no compiler's errors."""
 HALVINGS = 4
 """How often the length of full rows may be halved for shorter ones. Each length is compiled when it first comes; a row
 is padded to less than twice its length unless it is shorter than a sixteenth of a full one."""
-FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # torch's variable for where its compiler keeps code
+EAGER_BACKWARD = "force_non_lazy_backward_lowering"  # torch's switch: the backward's code is made with the forward's
 ROOM_BYTES = 1 << 28  # free where the code is to lie: it is a few MiB for each variant, and a full disk tears it
 MOST_PROCESSES = 4
 """Processes with which a rank's compiler makes its kernels side by side. Its own number is that of all cores, on every
 rank of a machine, and each of them loads torch and Triton into the host's memory."""
+PROCESSES = "TORCHINDUCTOR_COMPILE_THREADS"  # torch's variable for them
+BEAT_S = 1.0
 C_COMPILERS, CXX_COMPILERS = ("CC", "cc", "gcc", "clang"), ("CXX", "c++", "g++", "clang++")
 """What Triton and torch's compiler look for: a variable, or one of these programs."""
-
-Say = Callable[[Message], None]
 
 
 class Compiler:
     """Makes code of layers and keeps the time that this takes, since such a step says nothing about the pace."""
 
     def __init__(self, events: Events) -> None:
-        self._events, self._began, self._untold_s, self._count, self._whole_s = events, 0.0, 0.0, 0, 0.0
+        self._events, self._began, self._latest_s, self._untold_s = events, 0.0, 0.0, 0.0
+        self._count, self._whole_s, self._done = 0, 0.0, threading.Event()
+        self._kinds: dict[tuple[type, Contexts | None], LayerKind] = {}
+        self._said: list[Message] = []
+        self.begun = 0  # codes that were begun, also those that came to nothing
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether any layer still runs as compiled code."""
+        return any(kind.is_compiled for kind in self._kinds.values())
+
+    @property
+    def untold(self) -> int:
+        """How many sentences `take_said` has."""
+        return len(self._said)
 
     def take_seconds(self) -> float:
         """What went into compiling since this was last asked."""
         seconds, self._untold_s = self._untold_s, 0.0
         return seconds
 
+    def take_said(self) -> list[Message]:
+        """What was said since this was last asked: rank 0 has written it, and that of other ranks nobody has read."""
+        said, self._said = self._said, []
+        return said
+
     def compile(self, model: nn.Module, how: Checkpointing, device: torch.device) -> int:
         """Have every layer compiled at its first run. The number of layers that recompute within their code."""
         dynamo: Any = torch._dynamo
-        dynamo.config.recompile_limit = max(MOST_VARIANTS, dynamo.config.recompile_limit)
-        functorch: Any = import_module("torch._functorch.config")
-        if hasattr(functorch, "force_non_lazy_backward_lowering"):
-            functorch.force_non_lazy_backward_lowering = True
+        allow_variants(dynamo.config)
+        setattr(import_module("torch._functorch.config"), EAGER_BACKWARD, True)
         if hasattr(dynamo, "callback"):
             dynamo.callback.on_compile_start(lambda *_: self._begin())
             dynamo.callback.on_compile_end(lambda *_: self._end())
         _hush()
-        store = HostStore(device, self._warn) if how.offload else None
-        kinds: dict[tuple[type, Contexts | None], LayerKind] = {}
-        within, layers = 0, layers_of(model)
+        store = HostStore(device, self.warn) if how.offload else None
+        within, layers, kinds = 0, layers_of(model), self._kinds
         for index, layer in enumerate(layers):
             contexts = inside(layer, index, how)
-            within += contexts is not None
+            is_chosen = how.layers is None or index < how.layers  # the others recompute elementwise work at most
+            within += is_chosen and contexts is not None
             key = type(layer), contexts
             if key not in kinds:
-                kinds[key] = LayerKind(type(layer).__name__, contexts, self._warn)
+                kinds[key] = LayerKind(type(layer).__name__, contexts, self)
             layer.forward = partial(kinds[key].run, layer)
             if store is not None:
-                sends = index < len(layers) - 1 and (how.layers is None or index < how.layers)
+                sends = is_chosen and index < len(layers) - 1
                 layer.forward = partial(store.run, kinds[key].run, sends, index, layer)
         return within
 
-    def _begin(self) -> None:
-        self._began = time.monotonic()
-        told = {"number": self._count + 1, "seconds": round(self._whole_s)}
-        self._events.doing(Message("train.compiling-layers" if self._count else "train.compiling-first", **told))
-
-    def _end(self) -> None:
-        seconds = time.monotonic() - self._began
-        self._count, self._whole_s, self._untold_s = self._count + 1, self._whole_s + seconds, self._untold_s + seconds
+    def tell_made(self) -> None:
+        """The code that was begun last has run."""
+        self._count, self._whole_s = self._count + 1, self._whole_s + self._latest_s
         self._events.report(Message("train.layers-compiled", number=self._count, seconds=self._whole_s), 1, 1)
 
-    def _warn(self, text: Message) -> None:
+    def warn(self, text: Message) -> None:
+        self._said.append(text)
         self._events.write("warning", text=text)
+
+    def _begin(self) -> None:
+        self.begun, self._began, self._done = self.begun + 1, time.monotonic(), threading.Event()
+        told = {"number": self._count + 1, "seconds": round(self._whole_s)}
+        self._events.doing(Message("train.compiling-layers" if self._count else "train.compiling-first", **told))
+        threading.Thread(target=self._beat, args=(self._done,), daemon=True).start()
+
+    def _end(self) -> None:
+        self._done.set()
+        self._latest_s = time.monotonic() - self._began
+        self._untold_s += self._latest_s
+
+    def _beat(self, done: threading.Event) -> None:
+        """A variant in the middle of a run may take longer than a step is given. A compiler that never ends is found
+        all the same: it is given what a first step is."""
+        until = time.monotonic() + START_S
+        while not done.wait(BEAT_S) and time.monotonic() < until:
+            self._events.heartbeat.beat()
+
+
+def allow_variants(config: Any) -> None:
+    """Have torch keep them all, by the name that its release has for the limit."""
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    setattr(config, name, max(MOST_VARIANTS, getattr(config, name)))
 
 
 def find_obstacle(levers: Levers, place: Place) -> Message | None:
@@ -128,8 +170,11 @@ def find_obstacle(levers: Levers, place: Place) -> Message | None:
         frames: Any = import_module("torch._dynamo.eval_frame")
         if hasattr(frames, "check_if_dynamo_supported"):
             frames.check_if_dynamo_supported()
+        functorch: Any = import_module("torch._functorch.config")
     except Exception as error:  # a torch that was built without it, a Python that is too new for it
         return Message("train.no-dynamo", why=_say_why(error))
+    if not hasattr(functorch, EAGER_BACKWARD):
+        return Message("train.lazy-backward")
     if BACKEND != "inductor":
         return None
     if place.on_gpu and not is_installed("triton"):
@@ -144,26 +189,52 @@ def find_obstacle(levers: Levers, place: Place) -> Message | None:
 def keep_code(cache: Path, place: Place, ranks_here: int) -> Message | None:
     """Tell the compiler where its code lies, so that the next start need not make it again; what to say where it does
     not lie there. Each torch, card and release of ours has a folder: what recomputes is known to torch by a name alone.
-    Torch unpickles what it finds: a folder in which others can write is none for it."""
-    set_variable("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(MOST_PROCESSES, cores() // ranks_here))))
+    Torch unpickles what it finds: a folder in which others can write is none for it, nor is its own, which lies where
+    anybody may have made it. So code that cannot be kept lies in a folder of this process alone."""
+    if not is_set_by_user(PROCESSES):
+        processes = max(1, min(MOST_PROCESSES, cores() // ranks_here))
+        inductor: Any = import_module("torch._inductor.config")
+        set_variable(PROCESSES, str(processes))
+        if hasattr(inductor, "compile_threads"):  # it has read the variable: libraries load it that compile nothing
+            inductor.compile_threads = processes
+    if is_set_by_user(CODE_FOLDER):
+        return None
     names = ["torch", torch.__version__, torch.cuda.get_device_name(place.device) if place.on_gpu else "cpu"]
     with suppress(metadata.PackageNotFoundError):
         names.append(metadata.version("tightfit"))
     folder = cache / COMPILED / re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(names))
+    if (why := _find_fault(folder)) is None:
+        _put_code_in(folder)
+        return None
+    private = tempfile.TemporaryDirectory(prefix="tightfit-", ignore_cleanup_errors=True)
+    do_before_leaving(private.cleanup)
+    _put_code_in(Path(private.name))
+    return Message("train.code-not-kept", folder=folder, why=why)
+
+
+def _find_fault(folder: Path) -> Said | None:
+    """Why no code can lie there; the folder is made if it is missing."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         seen = folder.stat()
         if seen.st_uid != os.geteuid() or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            why: Said = Message("train.others-write-there")
-        elif room(folder) < ROOM_BYTES:
-            why = Message("train.no-room-there")
-        else:
-            with tempfile.TemporaryFile(dir=folder):
-                set_variable(FOLDER, str(folder))
+            return Message("train.others-write-there")
+        if room(folder) < ROOM_BYTES:
+            return Message("train.no-room-there")
+        with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
-        why = say_why(error)
-    return Message("train.code-not-kept", folder=folder, why=why)
+        return say_why(error)
+
+
+def _put_code_in(folder: Path) -> None:
+    set_variable(CODE_FOLDER, str(folder))
+    # C++ kernels share headers that torch compiles beforehand, always in the folder that it would choose itself.
+    code: Any = import_module("torch._inductor.codecache")
+    headers = folder / "precompiled_headers"
+    for name, path in {"_HEADER_DIR": headers, "_HEADER_LOCK_DIR": headers / "locks"}.items():
+        if hasattr(code, name):
+            setattr(code, name, str(path))
 
 
 def _hush() -> None:
@@ -184,12 +255,17 @@ def fix_width(longest: int, sequence: int) -> int:
 class LayerKind:
     """The layers of one class that recompute alike. Compiled until that fails once."""
 
-    def __init__(self, name: str, contexts: Contexts | None, say: Say) -> None:
-        self._name, self._say, self._has_run = name, say, False
+    def __init__(self, name: str, contexts: Contexts | None, compiler: Compiler) -> None:
+        self._name, self._compiler, self._has_run = name, compiler, False
         self._plain: Callable[..., Any] = _run if contexts is None else partial(_run_again, contexts)
         self._chosen: Callable[..., Any] = torch.compile(self._plain, dynamic=False, fullgraph=True, backend=BACKEND)
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._chosen is not self._plain
+
     def run(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        begun = self._compiler.begun
         try:
             made = self._chosen(layer, args, kwargs)
         except Exception as error:
@@ -197,13 +273,16 @@ class LayerKind:
                 if isinstance(cause, torch.OutOfMemoryError):  # also of a kernel that was tried while compiling
                     raise cause from None
             # Code that has never run may be at fault itself. If the layer is, it fails once more.
-            if self._chosen is self._plain or (self._has_run and not is_from_compiler(error)):
+            is_new = not self._has_run or self._compiler.begun > begun
+            if not self.is_compiled or not (is_new or is_from_compiler(error)):
                 raise
             self._chosen, why = self._plain, _say_why(error)
         else:
             self._has_run = True
+            if self._compiler.begun > begun:
+                self._compiler.tell_made()
             return made
-        self._say(Message("train.layer-not-compiled", kind=self._name, why=why))
+        self._compiler.warn(Message("train.layer-not-compiled", kind=self._name, why=why))
         return self._plain(layer, args, kwargs)
 
 
@@ -223,8 +302,7 @@ def is_from_compiler(error: BaseException) -> bool:
     """Whether it was raised while code was made, and not by the code."""
     from torch._dynamo import exc
 
-    limit = getattr(exc, "FailOnRecompileLimitHit", exc.TorchDynamoException)
-    return isinstance(error, (exc.TorchDynamoException, limit))
+    return isinstance(error, exc.TorchDynamoException) or type(error).__name__ in LIMIT_ERRORS
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -236,7 +314,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _say_why(error: BaseException) -> Said:
     """What failed, in the compiler's own words: the first line of what it says of itself, without its advice."""
-    if type(error).__name__ == "FailOnRecompileLimitHit":
+    if type(error).__name__ in LIMIT_ERRORS:
         return Message("train.too-many-variants")
     inner = getattr(error, "inner_exception", None) or error
     lines = (line.strip() for line in str(inner).splitlines())

@@ -37,7 +37,7 @@ def last_words(error: BaseException, rank: int, stage: Stage, step: int) -> tupl
         kind, code, said = USER, USER_ERROR, ""
     elif isinstance(error, TightfitError):
         kind = getattr(error, "kind", type(error).__name__.lower())
-    elif (where_short := _short_of_memory(error, text)) is not None:
+    elif (where_short := find_shortage(error)) is not None:
         kind, numbers = where_short, read_oom(text).numbers
         text = text.partition(" If reserved but unallocated")[0]
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _CUDA_OOM in text:
@@ -73,8 +73,9 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(found, OSError) and found.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def _short_of_memory(error: BaseException, text: str) -> str | None:
+def find_shortage(error: BaseException) -> str | None:
     """Whose memory ran out; None: none did."""
+    text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return "host-oom"
     functions = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -39,9 +39,9 @@ class Told:
 def install() -> None:
     """Once a process."""
     masks: Any = import_module("transformers.masking_utils")
-    ask = masks.find_packed_sequence_indices
+    ask = getattr(masks, "find_packed_sequence_indices", None)
     # Earlier releases give a plain row an answer too, and then a mask: that is priced as it is.
-    if not hasattr(ask, "__wrapped__") and ask(torch.arange(4)[None]) is None:
+    if ask is not None and not hasattr(ask, "__wrapped__") and ask(torch.arange(4)[None]) is None:
 
         @wraps(ask)
         def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:

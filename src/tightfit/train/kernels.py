@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from copy import copy
 from importlib import import_module
 from typing import Any
 
@@ -58,23 +59,28 @@ def bind_liger(model: Any) -> Message | None:
     """Bind the kernels, or leave everything as it was and say why."""
     kind = model.config.model_type
     own = import_module(type(model).__module__)
-    names, inside = dict(vars(own)), {module: set(vars(module)) for module in model.modules()}
+    names, inside = dict(vars(own)), {module: _copy_of(module) for module in model.modules()}
     try:
         known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
         if kind not in known:
             return Message("train.liger-knows-no", model_type=kind)
         switches = inspect.signature(known[kind]).parameters.keys() - {"model"}
         known[kind](model=model, **{switch: _switches_on(switch, model) for switch in switches})
-    except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError) as error:
-        # Liger and transformers move on separately, and Triton may be missing or too old for either.
-        for module, before in inside.items():
-            for name in vars(module).keys() - before:
-                delattr(module, name)
-        vars(own).update(names)
+    except Exception as error:
+        # Of any kind: Liger and transformers move on separately, and Triton may be missing or too old for either.
+        for holder, before in (*inside.items(), (own, names)):
+            for name in vars(holder).keys() - before.keys():
+                del vars(holder)[name]
+            vars(holder).update(before)
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         return Message("train.liger-failed", model_type=kind, error=why)
     vars(own).update({name: value for name, value in names.items() if isinstance(value, type)})
     return None
+
+
+def _copy_of(module: Any) -> dict[str, Any]:
+    """What a module holds, with its parameters and children by name."""
+    return {name: copy(held) if isinstance(held, dict) else held for name, held in vars(module).items()}
 
 
 def _switches_on(switch: str, model: Any) -> bool:

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from tightfit.messages import Message
 from tightfit.train.build import attention_of, layers_of
 from tightfit.train.checkpoint import Saver
-from tightfit.train.compile import fix_width
+from tightfit.train.compile import Compiler, fix_width
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import IGNORED, Samples, batch, flatten
 from tightfit.train.engines import Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.events import Events
 from tightfit.train.optimizers import learning_rate
-from tightfit.train.place import Place, read_memory, totals
+from tightfit.train.place import Place, gather_said, read_memory, totals
 from tightfit.train.stop import Stop
 from tightfit.types import Levers, TightfitError
 
@@ -55,12 +55,20 @@ class Windows:
     """The next one can be made ahead, while the device still works on the last. Its tensors wait in the host's memory,
     and only those of its first micro batch: the others are made while the device has work."""
 
-    def __init__(self, samples: Samples, order: Order, levers: Levers, place: Place, pad_id: int) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        order: Order,
+        levers: Levers,
+        place: Place,
+        pad_id: int,
+        compiler: Compiler | None = None,
+    ) -> None:
         self.samples, self._order, self._levers, self._place, self._pad = samples, order, levers, place, pad_id
         self._ahead: tuple[int, Window, dict[str, Tensor]] | None = None
         # The kernel that runs, not the one that was asked for: sdpa would pay for a long row with the square of it.
-        self._compiled = levers.compile == "layers"
         self._one_row = attention_of(levers, place.on_gpu)[0] == "flash"
+        self._compiler = compiler
 
     def window(self, step: int) -> Window:
         if self._ahead is not None and self._ahead[0] == step:
@@ -99,7 +107,8 @@ class Windows:
     def _on_host(self, indices: Any, unheard: Any = None) -> dict[str, Tensor]:
         """With `position_ids` where a row holds more than one document: see `documents.py`."""
         # Compiled code is made for each length that it meets.
-        longest = int(self.samples.lengths[indices].max()) if self._compiled else 0
+        is_compiled = self._compiler is not None and self._compiler.is_at_work
+        longest = int(self.samples.lengths[indices].max()) if is_compiled else 0
         width = fix_width(longest, self.samples.sequence) if longest else None
         made = batch(self.samples, indices, self._pad, pad_to=width)
         if unheard is not None:
@@ -127,6 +136,7 @@ class Votes(NamedTuple):
     late: float  # ranks whose clocks say that the time is over
     due: float  # whether rank 0's clock wants a checkpoint
     compiled_s: float  # what went into compiling in this step, on all ranks
+    untold: float  # what ranks have said of compiling, which only rank 0's events hold
 
 
 @dataclass(kw_only=True)
@@ -142,10 +152,11 @@ class Loop:
     saver: Saver | None  # None: nothing is saved on the way
     standing: Callable[[int], dict[str, Any]]  # what a checkpoint says of the run after so many steps
     skips: frozenset[int] = frozenset()  # steps whose samples are left out, from 1
-    compile_s: Callable[[], float] = float  # what this rank has compiled for since it was last asked
+    compiler: Compiler | None = None  # None: layers run as they are written
     began: float = field(default_factory=time.monotonic)
     saved_at: float = field(default_factory=time.monotonic)
-    step_seconds: list[float] = field(default_factory=list)
+    made: int = 0  # steps
+    step_seconds: list[float] = field(default_factory=list)  # of those in which nothing was compiled
     last_loss: float | None = None
     first_loss: float | None = None
     tokens_per_s: float | None = None
@@ -156,7 +167,7 @@ class Loop:
         recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         if first:
             self._evaluate(first - 1)  # which came after the checkpoint, and may not have been done
-        self.compile_s()  # the probe's
+        self._take_compile_s()  # the probe's
         for step in range(first, self.steps):
             began = time.monotonic()
             seed_step(self.config.training.seed, step, self.place)
@@ -182,6 +193,7 @@ class Loop:
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
             loss = votes.loss / (1 if self.place.rehearsal else self.place.world)
             seconds = time.monotonic() - began
+            self.made += 1
             if not votes.compiled_s:  # or it says nothing about the steps to come
                 recent.append((window.tokens, seconds))
                 self.step_seconds.append(seconds)
@@ -218,7 +230,19 @@ class Loop:
         limit, minutes, now = self.config.timeout_s, self.config.saving.every_minutes, time.monotonic()
         late = limit is not None and now - self.began >= limit
         due = self.place.leads and minutes is not None and now - self.saved_at >= 60 * minutes
-        return Votes(*totals(self.place, share, float(self.stop.is_asked), float(late), float(due), self.compile_s()))
+        untold = 0 if self.compiler is None else self.compiler.untold
+        own = Votes(share, float(self.stop.is_asked), float(late), float(due), self._take_compile_s(), float(untold))
+        votes = Votes(*totals(self.place, *own))
+        if votes.untold:
+            said = [] if self.compiler is None else self.compiler.take_said()
+            for ranks, sentence in gather_said(self.place, said):
+                if 0 not in ranks:  # which has said it when it was so
+                    self.events.write("warning", text=sentence)
+        return votes
+
+    def _take_compile_s(self) -> float:
+        """What this rank has compiled for since this was last asked."""
+        return 0.0 if self.compiler is None else self.compiler.take_seconds()
 
     def _save(self, done: int, votes: Votes) -> Ending | None:
         """A checkpoint where one is due; how the run ends, if it does."""
@@ -291,7 +315,7 @@ class Loop:
                 # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
                 added += self.engine.forward(inputs, 1.0).double() / world
         self.engine.train(True)
-        self.compile_s()  # which belongs to no step
+        self._take_compile_s()  # which belongs to no step
         loss = totals(self.place, float(added))[0] / max(1, int(samples.loss_tokens.sum()))
         self.events.write(
             "eval",

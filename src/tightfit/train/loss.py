@@ -25,7 +25,6 @@ the scale follow in the backward pass, multiplied in fp32.
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from math import prod
 from types import MethodType, SimpleNamespace
@@ -35,9 +34,10 @@ import torch
 from torch import Tensor
 
 from tightfit.memory.loss import fused_chunk_tokens
-from tightfit.messages import Message, text
+from tightfit.messages import Message
 from tightfit.train.build import body_of
-from tightfit.types import Loss, ModelError
+from tightfit.train.distress import find_shortage
+from tightfit.types import ConfigError, Loss, ModelError
 
 FP16_AHEAD = 2.0**8
 """fp16 gradients of a token are kept times this: small probabilities are near the smallest number that fp16 has."""
@@ -98,23 +98,23 @@ def scale_in_place(tensor: Tensor, factor: Tensor) -> Tensor:
 
 def find_kernels(tensor: Tensor) -> Any:
     """The two functions above as kernels; None: torch computes them, as everywhere but on a GPU."""
-    return _compile_kernels() if tensor.is_cuda and tensor.dtype != torch.float64 else None
+    return try_kernels()[0] if tensor.is_cuda and tensor.dtype != torch.float64 else None
 
 
 @cache
-def _compile_kernels() -> Any:
-    """Tried on a few logits: Triton may be missing, or what it needs to compile."""
+def try_kernels() -> tuple[Any, Message | None]:
+    """Run them on a few logits: Triton may be missing, or what it needs to compile. The kernels; or None, and what to
+    say of that."""
     try:
         from tightfit.train import loss_kernels
 
         few, label, one = (torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64), torch.ones(()))
         loss_kernels.losses_in_place(few.cuda(), label.cuda(), one.cuda(), AS_THEY_ARE, gradients=True)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
-        warnings.warn(text("train.no-loss-kernel", why=str(error).partition("\n")[0]), stacklevel=2)
-        return None
-    return loss_kernels
+        if find_shortage(error) is not None:  # of torch, or of the driver that loads what Triton made
+            raise
+        return None, Message("train.no-loss-kernel", why=str(error).partition("\n")[0] or type(error).__name__)
+    return loss_kernels, None
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -224,6 +224,8 @@ class WindowLoss:
         else:
             # Inside the head's own forward, so that an engine that gathers its weight does so for the loss.
             head, divide = body.get_output_embeddings(), self
+            if hasattr(head, "base_layer"):  # PEFT's: its `weight` is the matrix without the adapter
+                raise ConfigError(Message("train.head-adapter"))
             factors = {key: getattr(body.config, key, None) for key in LOGITS_TIMES}
             times = prod(float(value) ** LOGITS_TIMES[key] for key, value in factors.items() if value is not None)
             caps = [getattr(body.config, key, None) for key in LOGITS_CAPS]

@@ -125,7 +125,8 @@ def step_unless(optimizer: Any, spoilt: Tensor) -> None:
 def clip(grads: list[Tensor], most: float, reduce: Callable[[Tensor], Any] | None) -> Tensor:
     """Scale the gradients so that their norm is `most` at most; 0: leave them. The norm of all of them, as it was.
     `reduce` adds up the ranks' numbers in place; None: there is one rank."""
-    norm = nn.utils.get_total_norm(grads).float()
+    # `nn.utils.get_total_norm` does the same, and is younger than some releases of torch that are met.
+    norm = torch.stack(torch._foreach_norm(grads)).float().norm() if grads else torch.zeros(())
     if reduce is not None:
         reduce(norm.square_())
         norm.sqrt_()

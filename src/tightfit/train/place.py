@@ -5,8 +5,9 @@ Ranks must part in order: without a last barrier and `destroy_process_group` abo
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tightfit.hardware.slurm import has_its_own_gpu, slurm_rank
-from tightfit.messages import Message, text
+from tightfit.messages import Message, Said, as_json, from_json, text
 from tightfit.train.config import Options, WorkerConfig
 from tightfit.types import ConfigError, HardwareError
 
@@ -260,6 +261,21 @@ def words(place: Place, text: str) -> list[str]:
     held[place.rank, : len(said)] = torch.tensor(list(said), dtype=torch.uint8)
     dist.all_reduce(held)
     return [bytes(row.tolist()).rstrip(b"\0").decode() for row in held]
+
+
+def gather_said(place: Place, said: Sequence[Message]) -> list[tuple[list[int], Said]]:
+    """What ranks have to say, each sentence once: who says it, and the sentence, which names them unless all do."""
+    found: dict[Said, list[int]] = {}
+    lines = words(place, json.dumps([as_json(each) for each in said]))
+    for rank, line in enumerate(lines):
+        for each in map(from_json, json.loads(line)):
+            found.setdefault(each, []).append(rank)
+    return [
+        (ranks, each)
+        if len(ranks) == len(lines)
+        else (ranks, Message("train.said-by-ranks", count=len(ranks), ranks=", ".join(map(str, ranks)), said=each))
+        for each, ranks in found.items()
+    ]
 
 
 def totals(place: Place, *values: float) -> list[float]:

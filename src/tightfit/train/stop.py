@@ -27,11 +27,22 @@ what comes so soon after the first signal is the same wish."""
 FLUSH_S = 2.0  # a disk that hangs, or a thread that does while it prints, holds nobody back longer
 
 
+_last_duties: list[Callable[[], object]] = []
+
+
+def do_before_leaving(duty: Callable[[], object]) -> None:
+    """Have this done when the process leaves, whatever makes it: `leave` asks none of Python's own exit handlers."""
+    _last_duties.append(duty)
+
+
 def leave(code: int) -> NoReturn:
     """Leave at once. Everything is written and closed; libraries' own threads abort now and then when they are taken
     down one by one, and a training that is done would look like one that crashed."""
 
     def flush() -> None:
+        for duty in _last_duties:
+            with suppress(Exception):
+                duty()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # the disk that they go to may be full
                 stream.flush()

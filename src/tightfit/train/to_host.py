@@ -14,8 +14,9 @@ PyTorch's own pinned memory comes in powers of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,14 +84,13 @@ class HostStore:
         if below.left is not None:  # the computation waits, not the host
             torch.cuda.current_stream(self._device).wait_event(below.left)
         below.leaving.clear()
-        output = next((each for each in tree_leaves(made) if isinstance(each, Tensor) and each.requires_grad), None)
+        output = next((each for each in _tensors_in(made) if each.requires_grad), None)
         if output is not None:
             output.register_hook(lambda _: self._fetch(below))  # type: ignore[no-untyped-call]
         return made
 
     def _send(self, call: Layer, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = [each for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor)]
-        others = {each.untyped_storage()._cdata for each in (*layer.parameters(), *layer.buffers(), *given)}
+        others = {each.untyped_storage()._cdata for each in (*_weights_of(layer), *_tensors_in((args[1:], kwargs)))}
         turn = _Turn()
 
         def pack(tensor: Tensor) -> Tensor | _Handle:
@@ -149,11 +149,33 @@ class HostStore:
         """The layer's buffer on the host, of which a shorter row takes a part."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
-            cuda: Any = torch.cuda.cudart() if self._pins else None  # type: ignore[no-untyped-call]
-            if cuda and buffer is not None:
-                cuda.cudaHostUnregister(buffer.data_ptr())
-            buffer = self._buffers[key] = torch.empty(size, dtype=torch.uint8)
-            if cuda and int(cuda.cudaHostRegister(buffer.data_ptr(), size, 0)) != 0:
-                self._pins = False
-                self._say(Message("train.cannot-lock"))
+            if buffer is not None and self._pins:
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+            # Whole pages of its own: the driver registers no page twice.
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            buffer = self._buffers[key] = torch.frombuffer(pages, dtype=torch.uint8)
+            if self._pins:
+                self._pin(buffer)
         return buffer[:size]
+
+    def _pin(self, buffer: Tensor) -> None:
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) != 0:
+            self._pins = False
+            with suppress(RuntimeError):  # the next kernel would be told this error as its own
+                torch.zeros(1, device=self._device)
+            self._say(Message("train.cannot-lock"))
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _weights_of(layer: nn.Module) -> Iterator[Tensor]:
+    """With the scales of 4-bit ones."""
+    for weight in (*layer.parameters(), *layer.buffers()):
+        yield weight
+        state = getattr(weight, "quant_state", None)
+        while state is not None:
+            yield from _tensors_in([state.absmax, state.code, state.offset])
+            state = state.state2

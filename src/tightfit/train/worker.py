@@ -197,9 +197,10 @@ class Worker:
         milestones = Milestones(self.events, config.predicted, place)
         milestones.measure("init")
         self._prove(*proofs(config, place, made.engine.holdings()))
-        for sentence in (*prepared.said, *made.said):
+        for sentence in (*prepared.said, *(each for _, each in places.gather_said(place, made.said))):
             self.events.write("warning", text=sentence)
-        dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
+        pad, compiler = pad_id(prepared.tokenizer), made.compiler
+        dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad, compiler=compiler)
         windows = dealt(samples)
         if self.options.probe:
             largest = windows.of(worst(samples, config.effective_batch))
@@ -234,7 +235,7 @@ class Worker:
             saver=saver,
             standing=lambda done: resume.describe_state(config, job, made.engine.counters(), done, _versions()),
             skips=self.options.skip_steps,
-            compile_s=float if made.compiler is None else made.compiler.take_seconds,
+            compiler=compiler,
         )
         gc.collect()
         gc.freeze()  # what is there now stays to the end: it need not be looked through again and again
@@ -368,7 +369,7 @@ class Worker:
             "end",
             reason=ending,
             summary={
-                "steps": len(loop.step_seconds),
+                "steps": loop.made,
                 "first_loss": loop.first_loss,
                 "last_loss": loop.last_loss,
                 "seconds": seconds,

@@ -16,16 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tightfit.inputs.flags import find_ddp_obstacle
 from tightfit.train import optimizers
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import MASTER, Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
 from tightfit.train.place import Place
-from tightfit.types import Levers
+from tightfit.types import ConfigError, Levers
 
 
 class Ddp(ScaledEngine):
     def __init__(self, model: Any, levers: Levers, place: Place, training: OptimizerConfig) -> None:
+        if (obstacle := find_ddp_obstacle(levers)) is not None:
+            raise ConfigError(obstacle)
         super().__init__(model, levers, place, training)
         groups = optimizers.groups(model, training.weight_decay)
         self._trained: list[Tensor] = [param for group in groups for param in group["params"]]
