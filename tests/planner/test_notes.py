@@ -43,7 +43,8 @@ SITUATIONS: dict[str, Situation] = {
         "6x32GB",
         "256GB",
         "16 bytes a parameter over six cards are 17 GiB of 32: everything stays on the GPUs, and what is left holds "
-        "the activations of half the layers. The note offloads everything: then the host's optimizer is waited for.",
+        "most activations: a few layers keep all of theirs, the others run their first projections again. The "
+        "note offloads everything: then the host's optimizer is waited for.",
     ),
     "001 0.5B 1x4GB": Situation(
         "qwen1.5-0.5b",
@@ -136,8 +137,8 @@ SITUATIONS: dict[str, Situation] = {
         "lora",
         "4x24GB",
         "256GB",
-        "12.8 GiB of shared weights would fit, but then all layers recompute with their inputs on the host; with the "
-        "weights on the host a few layers keep theirs, which comes out a little ahead.",
+        "12.8 GiB of shared weights fit if all layers recompute and their inputs wait on the host; with the weights on "
+        "the host too a few layers would keep theirs, which is too close to call, and takes four times the RAM.",
     ),
 }
 

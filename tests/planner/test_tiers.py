@@ -111,7 +111,7 @@ def test_where_no_tier_fits_and_the_free_search_does_nothing_costly_is_advised()
     assert found.plan is not None
     assert found.plan.remedies == ()
     assert found.without_it is not None
-    assert "leave --tier out, and FSDP2, optimizer + weights on CPU fits in 2." in str(found.without_it)
+    assert "leave --tier out, and FSDP2, optimizer + weights on CPU fits in 3." in str(found.without_it)
     assert "(the training stays as it is)" in str(found.without_it)
 
 
