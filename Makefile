@@ -1,7 +1,7 @@
 # Every target sets itself up: on a fresh machine `make demo` or `make test` is the first command.
 #
 # The stages share one virtual environment. `.venv/.train` has torch, DeepSpeed and what trains; `.venv/.ready` adds
-# bitsandbytes, the page, the tools of development, and the browser that the page is tested with. A stage is built
+# bitsandbytes, Liger, the page, the tools of development, and the browser that the page is tested with. A stage is built
 # again only when pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
@@ -35,7 +35,7 @@ $(VENV)/.train: $(SOURCES) | $(BIN)/python
 	touch $@
 
 $(VENV)/.ready: $(VENV)/.train
-	$(PIP) install -c constraints.txt -e '.[train,qlora,tensorboard,web,dev]'
+	$(PIP) install -c constraints.txt -e '.[train,qlora,kernels,tensorboard,web,dev]'
 	@if [ ! -x $(CHROMIUM) ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 		(apt-get install -qy chromium || { apt-get update -q && apt-get install -qy chromium; }) > /dev/null 2>&1 || \
 		echo "chromium cannot be installed: the tests of the page in a browser will be skipped"; fi

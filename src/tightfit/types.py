@@ -247,11 +247,16 @@ class Gpu:
     triton: bool = True  # whether Triton is installed there
 
     @property
+    def sm(self) -> int | None:
+        """NVIDIA's number of the architecture: 90 of sm_90a; None: it is not known, or another maker's."""
+        number = (self.arch or "").removeprefix("sm_").rstrip("a")
+        return int(number) if number.isdigit() else None
+
+    @property
     def runs_triton(self) -> bool:
         """Whether Triton's kernels, and so those of torch.compile, run on it: NVIDIA's cards before sm_70 and AMD's
         oldest have none."""
-        number = (self.arch or "").removeprefix("sm_").rstrip("a")
-        too_old = (int(number) < 70) if number.isdigit() else self.arch in ("gfx900", "gfx906")
+        too_old = self.arch in ("gfx900", "gfx906") or (self.sm is not None and self.sm < 70)
         return self.triton and self.vendor != "cpu" and not too_old
 
 

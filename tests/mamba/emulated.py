@@ -21,7 +21,7 @@ from scans import NAMES, Shape, error, make, results
 
 from tightfit.mamba import cuda, cuda_scan
 from tightfit.mamba.arguments import Scan
-from tightfit.mamba.cuda import Launch
+from tightfit.mamba.cuda import LaunchSize
 
 SOURCE = Path(__file__).with_name("emulated.cpp")
 CASES = {
@@ -43,7 +43,7 @@ def main() -> None:
         subprocess.run([*plain, *options, "-o", str(to), str(SOURCE)], check=True)
         return ctypes.CDLL(str(to))
 
-    def launch(_: str, options: tuple[str, ...], kernel: str, size: Launch, argument: Any, __: Any) -> None:
+    def launch(_: str, options: tuple[str, ...], kernel: str, size: LaunchSize, argument: Any, __: Any) -> None:
         failed = build(options).run(kernel.encode(), *size.grid, size.threads, size.shared, ctypes.byref(argument))
         assert not failed, kernel
 

@@ -134,8 +134,11 @@ def test_an_old_liger_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.install_kernels(None, FUSED, on_gpu=True) == Message("train.uses-plain-kernels", why=why)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "gemma3_text", "olmo2", "qwen3"])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "family",
+    ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in "phi3 gemma2 gemma3_text olmo2 qwen3".split())],
+)
 def test_losses_with_ligers_kernels_are_the_plain_ones(family: str) -> None:
     """Through Triton's interpreter, in fp32: three steps apart by a few roundings of the loss."""
     pytest.importorskip("liger_kernel")
@@ -166,6 +169,7 @@ def turn(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("piece", ["norm", "gemma norm", "silu", "gelu", "rotary"])
 def test_outputs_and_gradients_are_those_of_float64(piece: str) -> None:
     """In fp32: each piece sums up at most a row of 512 numbers, whose rounding is far below a hundred thousandth."""

@@ -12,7 +12,7 @@ from running import write_plan
 from tightfit.messages import Message, as_json
 from tightfit.train import place as places
 from tightfit.train.config import Options, read_worker_config
-from tightfit.train.place import Place, device_index, gather_said, place_of
+from tightfit.train.place import Place, device_index, gather_messages, place_of
 from tightfit.types import ConfigError
 
 ONE_EACH = {"SLURM_GPUS_PER_TASK": "1", "SLURM_LOCALID": "3"}
@@ -64,7 +64,7 @@ def test_what_ranks_say_is_said_once_and_names_them_unless_all_say_it(monkeypatc
         return lines
 
     monkeypatch.setattr(places, "words", words)
-    found = {tuple(ranks): str(sentence) for ranks, sentence in gather_said(place, said[0])}
+    found = {tuple(ranks): str(sentence) for ranks, sentence in gather_messages(place, said[0])}
     assert found == {
         (0, 1, 2, 3): str(all_say),
         (1, 2, 3): f"ranks 1, 2, 3: {some}",
@@ -72,4 +72,4 @@ def test_what_ranks_say_is_said_once_and_names_them_unless_all_say_it(monkeypatc
     }
     monkeypatch.undo()
     alone = Place(rank=0, local_rank=0, world=4, device=torch.device("cpu"), launcher="rehearsal", rehearsal=True)
-    assert [(ranks, str(each)) for ranks, each in gather_said(alone, [some])] == [([0], str(some))]
+    assert [(ranks, str(each)) for ranks, each in gather_messages(alone, [some])] == [([0], str(some))]

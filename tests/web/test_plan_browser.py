@@ -184,7 +184,7 @@ def test_another_trainer_gets_another_answer_and_its_own_files(page: Any, link: 
 def test_a_tier_and_the_most_that_fits(page: Any, link: str) -> None:
     at(page, link, QUERY + "&lang=en")
     page.get_by_role("button", name="The longest that fits").click()
-    says(page, ".copy code >> nth=0", "--seq 46272", WAIT_S)
+    says(page, ".copy code >> nth=0", "--seq 85248", WAIT_S)
     says(page, "#verdict", "Fits: needs", WAIT_S)
     assert page.evaluate("() => document.activeElement.dataset.max") == "seq", "the focus stays"
     page.go_back()

@@ -219,12 +219,29 @@ def _switches(conv: Conv) -> dict[str, bool]:
     return {"SILU": conv.silu, "HAS_BIAS": conv.bias is not None, "HAS_STARTS": conv.starts is not None}
 
 
-def _run_backward(dout: Tensor, *given: Any) -> operators.Outputs:
+_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? starts, bool silu, str? path"
+_conv = operators.Operator(f"conv({_ARGUMENTS}) -> Tensor")
+_conv_backward = operators.Operator(f"conv_backward(Tensor dout, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+
+
+@_conv.computes
+def run_conv(*given: Any) -> Tensor:
+    return conv_forward(Conv(*given))
+
+
+@_conv.shapes
+def shape_conv(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_conv_backward.computes
+def run_conv_backward(dout: Tensor, *given: Any) -> operators.Outputs:
     conv = Conv(*given)
     return _outputs(conv, conv_backward(conv, dout))
 
 
-def _shape_backward(dout: Tensor, *given: Any) -> operators.Outputs:
+@_conv_backward.shapes
+def shape_conv_backward(dout: Tensor, *given: Any) -> operators.Outputs:
     conv = Conv(*given)
     sums = conv.weight.new_empty(conv.weight.shape), conv.weight.new_empty(conv.weight.shape[0])
     initial = None if conv.initial is None else conv.initial.new_empty(conv.initial.shape)
@@ -240,24 +257,16 @@ def _outputs(conv: Conv, grads: ConvGradients) -> operators.Outputs:
     )  # fmt: skip
 
 
-def _keep(ctx: Any, given: tuple[Any, ...], _: Tensor) -> None:
+@_conv.keeps
+def keep_for_conv(ctx: Any, given: tuple[Any, ...], _: Tensor) -> None:
     *tensors, ctx.silu, ctx.path = given
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+@_conv.differentiates
+def differentiate_conv(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 7
     grads = _conv_backward(dout, *ctx.saved_tensors, ctx.silu, ctx.path)
     found = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
     return (*found, None, None, None)
-
-
-_ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial, Tensor? starts, bool silu, str? path"
-_conv = operators.Operator(
-    f"conv({_ARGUMENTS}) -> Tensor", lambda *given: conv_forward(Conv(*given)), lambda x, *_: torch.empty_like(x)
-)
-_conv_backward = operators.Operator(
-    f"conv_backward(Tensor dout, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", _run_backward, _shape_backward
-)
-_conv.differentiate(_keep, _differentiate)

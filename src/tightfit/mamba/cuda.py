@@ -19,7 +19,7 @@ class CompilerError(RuntimeError):
     """The kernels cannot be compiled here; nothing was launched."""
 
 
-class Launch(NamedTuple):
+class LaunchSize(NamedTuple):
     """How many programs run, of how many threads, and the bytes that each has of a processor's own memory."""
 
     grid: tuple[int, int, int]
@@ -28,13 +28,13 @@ class Launch(NamedTuple):
 
 
 def launch(
-    source: str, options: tuple[str, ...], kernel: str, size: Launch, argument: ctypes.Structure, device: int
+    source: str, options: tuple[str, ...], kernel: str, size: LaunchSize, argument: ctypes.Structure, device: int
 ) -> None:
     """A kernel of that file, on the current stream."""
-    module = _module(source, options, device)
+    module = _load_module(source, options, device)
     if isinstance(module, str):
         raise CompilerError(module)
-    function = _function(module, kernel, size.shared)
+    function = _find_function(module, kernel, size.shared)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
     stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
     run = _driver().cuLaunchKernel
@@ -42,7 +42,7 @@ def launch(
 
 
 @cache
-def _function(module: int, name: str, shared: int) -> Any:
+def _find_function(module: int, name: str, shared: int) -> Any:
     function = ctypes.c_void_p()
     _check(_driver().cuModuleGetFunction(ctypes.byref(function), ctypes.c_void_p(module), name.encode()))
     if shared > 48 << 10:
@@ -51,40 +51,31 @@ def _function(module: int, name: str, shared: int) -> Any:
 
 
 @cache
-def _module(source: str, options: tuple[str, ...], device: int) -> int | str:
+def _load_module(source: str, options: tuple[str, ...], device: int) -> int | str:
     """Compiled and loaded; its handle, or why there is none, so that it is tried once."""
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # so that the device's context is there
         major, minor = torch.cuda.get_device_capability(device)
+        words = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"--std=c++17", *map(str.encode, options)]
+        compiler, program, size = find_compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+        assert compiler is not None
+        text = files("tightfit.mamba").joinpath(source).read_bytes()
+        compiler.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), 0, None, None)
         try:
-            code = _compile(source, (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *options))
-        except CompilerError as error:
-            return str(error)
+            if compiler.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*words)):
+                compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+                log = ctypes.create_string_buffer(size.value)
+                compiler.nvrtcGetProgramLog(program, log)
+                return log.value.decode()
+            compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
+            code = ctypes.create_string_buffer(size.value)
+            compiler.nvrtcGetCUBIN(program, code)
+        finally:
+            compiler.nvrtcDestroyProgram(ctypes.byref(program))
         module = ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(module), code))
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), code.raw))
     assert module.value is not None
     return module.value
-
-
-def _compile(source: str, options: tuple[str, ...]) -> bytes:
-    compiler, program = find_compiler(), ctypes.c_void_p()
-    assert compiler is not None
-    text = files("tightfit.mamba").joinpath(source).read_bytes()
-    compiler.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(), 0, None, None)
-    words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed, size = compiler.nvrtcCompileProgram(program, len(options), words), ctypes.c_size_t()
-    try:
-        if failed:
-            compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            compiler.nvrtcGetProgramLog(program, log)
-            raise CompilerError(log.value.decode())
-        compiler.nvrtcGetCUBINSize(program, ctypes.byref(size))
-        code = ctypes.create_string_buffer(size.value)
-        compiler.nvrtcGetCUBIN(program, code)
-        return code.raw
-    finally:
-        compiler.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tightfit.mamba import cuda
 from tightfit.mamba.arguments import Gradients, Scan, as_bytes
-from tightfit.mamba.cuda import Launch
+from tightfit.mamba.cuda import LaunchSize
 
 STATES, CHANNELS, BORDER = 16, 64, 64  # of a channel, of a program, and steps between two states that are kept
 WARPS = 4  # of a program of the backward pass
@@ -86,7 +86,7 @@ def turn(wide: Tensor) -> Tensor:
     turned = wide.new_empty(batch, length, rows).mT
     given = _Scan(channels=rows, length=length, u=wide.data_ptr(), out=turned.data_ptr())
     given.u_b, given.u_l, given.o_b, given.o_l = wide.stride(0), wide.stride(1) * 2, rows * length, rows * 2
-    size = Launch((-(-length // 64), -(-rows // 64), batch), 256)
+    size = LaunchSize((-(-length // 64), -(-rows // 64), batch), 256)
     cuda.launch("scan.cu", TURNS, "turn", size, given, wide.device.index)
     return turned
 
@@ -135,7 +135,7 @@ class Cut:
 
 
 @cache
-def _arranged(
+def _arrange_pass(
     batch: int, channels: int, length: int, programs: int, backward: bool
 ) -> tuple[Cut, dict[str, int], int]:  # fmt: skip
     cut = Cut(batch, channels, length, programs)
@@ -147,13 +147,13 @@ def _options(*asked: bool) -> tuple[str, ...]:
     return tuple(f"-D{name}={int(value)}" for name, value in zip(SWITCHES, asked, strict=True))
 
 
-class _Pass:
+class _ScanPass:
     """One direction of a scan: its tensors, and the kernels that it launches. All that a training step does not do on
     the card is done while the card waits: so it is as little as may be."""
 
     def __init__(self, scan: Scan, programs: int, *, backward: bool, **tensors: Tensor | None) -> None:
         batch, channels, _, length = scan.sizes
-        self.cut, places, size = _arranged(batch, channels, length, programs, backward)
+        self.cut, places, size = _arrange_pass(batch, channels, length, programs, backward)
         self._device, self._index = scan.u.device, scan.u.device.index
         self._options = _options(
             scan.u.dtype == torch.float16, scan.log_rates, scan.delta_softplus, scan.D is not None, scan.z is not None,
@@ -168,7 +168,7 @@ class _Pass:
             bias=scan.delta_bias, B=scan.B, C=scan.C, **tensors,
         )  # fmt: skip
         cells = max(batch * self.cut.padded, channels) * STATES
-        self.launch("prepare", Launch((-(-cells // 256), 1, 1), 256))
+        self.launch("prepare", LaunchSize((-(-cells // 256), 1, 1), 256))
 
     def take(self, **tensors: Tensor | None) -> None:
         given, held = self._given, self._held
@@ -187,8 +187,8 @@ class _Pass:
             if name in OF_KINDS:
                 setattr(given, f"kind_{name}", KINDS[tensor.dtype])
 
-    def launch(self, kernel: str, size: Launch | None = None) -> None:
-        size = size or Launch((self.cut.tiles, self.cut.segments, self.cut.batch), 32)
+    def launch(self, kernel: str, size: LaunchSize | None = None) -> None:
+        size = size or LaunchSize((self.cut.tiles, self.cut.segments, self.cut.batch), 32)
         cuda.launch("scan.cu", self._options, kernel, size, self._given, self._index)
 
     def begin(self, first: Tensor | None, by: str) -> None:
@@ -197,15 +197,15 @@ class _Pass:
             self.take(first=first.float().contiguous())
         cut, self._given.reverse = self.cut, int(by == "wanted")
         if cut.segments > 1:  # nobody asks what the last one adds
-            self.launch(by, Launch((cut.tiles, cut.segments - 1, cut.batch), 32))
-        self.launch("combine", Launch((-(-cut.channels * STATES // 512), cut.batch, 1), 128))
+            self.launch(by, LaunchSize((cut.tiles, cut.segments - 1, cut.batch), 32))
+        self.launch("combine", LaunchSize((-(-cut.channels * STATES // 512), cut.batch, 1), 128))
 
 
 def run_forward(
     scan: Scan, make_places: Callable[[], tuple[Tensor, Tensor, Tensor]], programs: int = FORWARD_PROGRAMS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, the last state, and the states at the borders, in the places that are made for them."""
-    forward = _Pass(_in_order(scan), programs, backward=False)
+    forward = _ScanPass(_in_order(scan), programs, backward=False)
     forward.begin(scan.initial_state, "states")
     out, last, borders = make_places()
     place = out if _is_in_order(out) else out.new_empty(out.mT.shape).mT
@@ -228,7 +228,7 @@ def run_backward(
     computed again, goes."""
     (batch, channels, states, length), turned = scan.sizes, _in_order(scan)
     again = out if out is None or _is_in_order(out) else torch.empty_like(turned.u)
-    back = _Pass(turned, programs, backward=True, dout=turn(dout), borders=borders, out=again)
+    back = _ScanPass(turned, programs, backward=True, dout=turn(dout), borders=borders, out=again)
     back.begin(dlast, "wanted")
 
     def place(name: str, *shape: int) -> Tensor:
@@ -251,9 +251,9 @@ def run_backward(
         dA=sums["A"], dB=sums["B"], dC=sums["C"], dD=sums["D"], dbias=sums["delta_bias"],
         dfirst=sums["initial_state"], du=wide["u"], ddelta=wide["delta"], dz=wide.get("z"),
     )  # fmt: skip
-    back.launch("backward", Launch((back.cut.tiles, back.cut.segments, batch), WARPS * 32, SHARED_BYTES))
+    back.launch("backward", LaunchSize((back.cut.tiles, back.cut.segments, batch), WARPS * 32, SHARED_BYTES))
     cells = max(channels * STATES, batch * back.cut.padded * 2 * STATES)
-    back.launch("finish", Launch((-(-cells // 256), 2, 1), 256))
+    back.launch("finish", LaunchSize((-(-cells // 256), 2, 1), 256))
     for name, found in wide.items():
         if name in places:
             wide[name] = found if found is places[name] else places[name].copy_(found)

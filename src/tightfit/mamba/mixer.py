@@ -158,7 +158,19 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _run_forward(xz: Tensor, *given: Any) -> operators.Outputs:
+_ARGUMENTS = (
+    "Tensor xz, Tensor conv, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, Tensor? dt_bias, Tensor A_log, "
+    "Tensor D, Tensor out_proj, Tensor? out_bias, Tensor? keep, Tensor? starts, float? norm_eps"
+)
+_mixer = operators.Operator(f"mixer({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+_mixer_backward = operators.Operator(
+    f"mixer_backward(Tensor dy, Tensor narrow, Tensor borders, bool[] wanted, {_ARGUMENTS}) -> "
+    f"({', '.join(['Tensor'] * (1 + len(NAMES)))})"
+)
+
+
+@_mixer.computes
+def run_mixer(xz: Tensor, *given: Any) -> operators.Outputs:
     """The output, and what the backward pass needs: the narrow projection, and the scan's states."""
     w, (keep, starts, norm_eps) = Weights(*given[: len(NAMES)]), given[len(NAMES) :]
     with torch.autocast(xz.device.type, enabled=False):
@@ -172,7 +184,8 @@ def _run_forward(xz: Tensor, *given: Any) -> operators.Outputs:
     return y, narrow, borders
 
 
-def _shape_forward(xz: Tensor, *given: Any) -> operators.Outputs:
+@_mixer.shapes
+def shape_mixer(xz: Tensor, *given: Any) -> operators.Outputs:
     w, (batch, _, length) = Weights(*given[: len(NAMES)]), xz.shape
     inside = _Inside(xz, w, None, None)
     narrow = xz.new_empty(batch, length, w.x_proj.shape[0])
@@ -184,7 +197,8 @@ def _shape_forward(xz: Tensor, *given: Any) -> operators.Outputs:
     return xz.new_empty(batch, length, w.out_proj.shape[0]), narrow, borders
 
 
-def _run_backward(
+@_mixer_backward.computes
+def run_mixer_backward(
     dy: Tensor, narrow: Tensor, borders: Tensor, wanted: list[bool], xz: Tensor, *given: Any
 ) -> operators.Outputs:
     """The gradients of xz and of each weight."""
@@ -199,7 +213,8 @@ def _run_backward(
     )
 
 
-def _shape_backward(
+@_mixer_backward.shapes
+def shape_mixer_backward(
     dy: Tensor, narrow: Tensor, borders: Tensor, wanted: list[bool], xz: Tensor, *given: Any
 ) -> operators.Outputs:
     places = (_like(xz), *(None if each is None else each.new_empty(each.shape) for each in given[: len(NAMES)]))
@@ -217,14 +232,16 @@ def _like(xz: Tensor) -> Tensor:
     return xz.new_empty(batch, both, length)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], outputs: operators.Outputs) -> None:
+@_mixer.keeps
+def keep_for_mixer(ctx: Any, inputs: tuple[Any, ...], outputs: operators.Outputs) -> None:
     *tensors, ctx.norm_eps = inputs
     _, narrow, borders = outputs
     ctx.save_for_backward(narrow, borders, *tensors)
     ctx.mark_non_differentiable(narrow, borders)
 
 
-def _differentiate(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+@_mixer.differentiates
+def differentiate_mixer(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     count = 1 + len(NAMES)
     if dy is None:
         return (None,) * (count + 3)
@@ -286,17 +303,3 @@ def _backward(
         du *= inside.keep[:, None]
     conv = conv_backward(inside.conv, du, dx_half)
     return grads | {"xz": dxz, "conv": conv.weight[:, None], "conv_bias": conv.bias}
-
-
-_ARGUMENTS = (
-    "Tensor xz, Tensor conv, Tensor? conv_bias, Tensor x_proj, Tensor dt_proj, Tensor? dt_bias, Tensor A_log, "
-    "Tensor D, Tensor out_proj, Tensor? out_bias, Tensor? keep, Tensor? starts, float? norm_eps"
-)
-_mixer = operators.Operator(f"mixer({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _run_forward, _shape_forward)
-_mixer_backward = operators.Operator(
-    f"mixer_backward(Tensor dy, Tensor narrow, Tensor borders, bool[] wanted, {_ARGUMENTS}) -> "
-    f"({', '.join(['Tensor'] * (1 + len(NAMES)))})",
-    _run_backward,
-    _shape_backward,
-)
-_mixer.differentiate(_keep, _differentiate)

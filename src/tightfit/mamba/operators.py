@@ -8,38 +8,54 @@ nobody wants, is a tensor without elements.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 LIBRARY = torch.library.Library("tightfit", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 class Operator:
-    """`shape` returns what `run` does, without its numbers: sizes, strides and dtypes.
+    """Has its functions from decorators, as those of `torch.library.custom_op` have: what it computes, the shapes of
+    that, and for one with a gradient what it keeps and how it is differentiated, in this order.
 
-    Where nobody watches, `run` is called without the dispatcher: its way through Python takes as long as the launches.
+    Where nobody watches, they are called without the dispatcher: its way through Python takes as long as the launches.
     """
 
-    def __init__(self, schema: str, run: Callable[..., Any], shape: Callable[..., Any]) -> None:
-        name = schema.partition("(")[0]
+    _run: Callable[..., Any]  # what it computes
+    _plain: Callable[..., Any]  # the same, for autograd if it has a gradient
+    _keep: Callable[[Any, tuple[Any, ...], Any], None]
+
+    def __init__(self, schema: str) -> None:
+        self._name = schema.partition("(")[0]
         LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"tightfit::{name}", shape, lib=LIBRARY)
-        self._watched = getattr(torch.ops.tightfit, name).default
-        self._run = self._plain = run
+        self._watched = getattr(torch.ops.tightfit, self._name).default
 
     def __call__(self, *given: Any) -> Any:
         return self._watched(*given) if is_watched(given[0]) else self._plain(*given)
 
-    def differentiate(
-        self, keep: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]
-    ) -> None:  # fmt: skip
-        """`keep(ctx, inputs, outputs)` saves what `backward(ctx, *wanted)` needs. What nobody wants is None there."""
-        run = self._run
+    def computes(self, run: Function) -> Function:
+        LIBRARY.impl(self._name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        self._run = self._plain = run
+        return run
+
+    def shapes(self, shape: Function) -> Function:
+        """It returns what the operator computes, without its numbers: sizes, strides and dtypes."""
+        torch.library.register_fake(f"tightfit::{self._name}", shape, lib=LIBRARY)
+        return shape
+
+    def keeps(self, keep: Function) -> Function:
+        """`keep(ctx, inputs, outputs)` saves what the backward pass needs."""
+        self._keep = keep
+        return keep
+
+    def differentiates(self, backward: Function) -> Function:
+        """`backward(ctx, *wanted)` returns the gradients of the inputs. What nobody wants is None there."""
+        run, keep = self._run, self._keep
 
         def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.set_materialize_grads(False)  # zeros as large as the states that are kept
@@ -59,6 +75,7 @@ class Operator:
 
         torch.library.register_autograd(self._watched, backward, setup_context=set_up, lib=LIBRARY)
         self._plain = Plain.apply
+        return backward
 
 
 def is_watched(first: Tensor) -> bool:

@@ -107,68 +107,66 @@ def _say(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=4)
 
 
-def _by(path: str) -> Any:
-    """The module that has both directions of that path."""
+def _split(given: tuple[Any, ...]) -> tuple[Scan, Any]:
+    """The scan, and the module that has both directions of its path."""
+    *scan, path = given
     if path == "chunked":
-        return chunked
+        return Scan(*scan), chunked
     from tightfit.mamba import gpu_scan
 
-    return gpu_scan
-
-
-def _split(given: tuple[Any, ...]) -> tuple[Scan, Any]:
-    """The scan and the path."""
-    *scan, path = given
-    return Scan(*scan), _by(path)
-
-
-def _run_forward(*given: Any) -> operators.Outputs:
-    scan, path = _split(given)
-    with torch.autocast(scan.u.device.type, enabled=False):  # which would round the sums of the CPU's path to 16 bits
-        found: operators.Outputs = path.run_forward(scan)
-    return found
-
-
-def _shape_forward(*given: Any) -> operators.Outputs:
-    scan, path = _split(given)
-    found: operators.Outputs = path.make_places(scan)
-    return found
-
-
-def _run_backward(borders: Tensor, dout: Tensor, dlast: Tensor | None, *given: Any) -> operators.Outputs:
-    scan, path = _split(given)
-    found: operators.Outputs = path.run_backward(scan, borders, dout, dlast).outputs(scan)
-    return found
-
-
-def _shape_backward(borders: Tensor, dout: Tensor, dlast: Tensor | None, *given: Any) -> operators.Outputs:
-    scan, _ = _split(given)
-    return make_room(scan).outputs(scan)
-
-
-def _keep(ctx: Any, given: tuple[Any, ...], outputs: operators.Outputs) -> None:
-    *tensors, ctx.softplus, ctx.path = given
-    ctx.save_for_backward(outputs[2], *tensors)
-    ctx.mark_non_differentiable(outputs[2])
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlast: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    borders, *tensors = ctx.saved_tensors
-    dout = torch.zeros_like(tensors[0]) if dout is None else dout
-    grads = _scan_backward(borders, dout, dlast, *tensors, ctx.softplus, ctx.path)
-    found = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
-    return (*found, None, None, None)
+    return Scan(*scan), gpu_scan
 
 
 _ARGUMENTS = (
     "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
     "Tensor? initial_state, Tensor? starts, bool softplus, str path"
 )
-_scan = operators.Operator(f"scan({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", _run_forward, _shape_forward)
+_scan = operators.Operator(f"scan({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 _scan_backward = operators.Operator(
     f"scan_backward(Tensor borders, Tensor dout, Tensor? dlast, {_ARGUMENTS}) -> "
-    f"({', '.join(['Tensor'] * len(DIFFERENTIABLE))})",
-    _run_backward,
-    _shape_backward,
+    f"({', '.join(['Tensor'] * len(DIFFERENTIABLE))})"
 )
-_scan.differentiate(_keep, _differentiate)
+
+
+@_scan.computes
+def run_scan(*given: Any) -> operators.Outputs:
+    scan, path = _split(given)
+    with torch.autocast(scan.u.device.type, enabled=False):  # which would round the sums of the CPU's path to 16 bits
+        found: operators.Outputs = path.run_forward(scan)
+    return found
+
+
+@_scan.shapes
+def shape_scan(*given: Any) -> operators.Outputs:
+    scan, path = _split(given)
+    found: operators.Outputs = path.make_places(scan)
+    return found
+
+
+@_scan_backward.computes
+def run_scan_backward(borders: Tensor, dout: Tensor, dlast: Tensor | None, *given: Any) -> operators.Outputs:
+    scan, path = _split(given)
+    found: operators.Outputs = path.run_backward(scan, borders, dout, dlast).outputs(scan)
+    return found
+
+
+@_scan_backward.shapes
+def shape_scan_backward(borders: Tensor, dout: Tensor, dlast: Tensor | None, *given: Any) -> operators.Outputs:
+    scan, _ = _split(given)
+    return make_room(scan).outputs(scan)
+
+
+@_scan.keeps
+def keep_for_scan(ctx: Any, given: tuple[Any, ...], outputs: operators.Outputs) -> None:
+    *tensors, ctx.softplus, ctx.path = given
+    ctx.save_for_backward(outputs[2], *tensors)
+    ctx.mark_non_differentiable(outputs[2])
+
+
+@_scan.differentiates
+def differentiate_scan(ctx: Any, dout: Tensor | None, dlast: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    borders, *tensors = ctx.saved_tensors
+    dout = torch.zeros_like(tensors[0]) if dout is None else dout
+    grads = _scan_backward(borders, dout, dlast, *tensors, ctx.softplus, ctx.path)
+    found = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
+    return (*found, None, None, None)

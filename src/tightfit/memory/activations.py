@@ -14,6 +14,7 @@ from tightfit.memory.attention import mask_bytes
 from tightfit.memory.layers import has_parts, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import LIGER_MODELS, Setting
+from tightfit.memory.ssm import runs_cuda_scan
 from tightfit.memory.tape import SMALLEST_MOVED_BYTES, LayerCost
 from tightfit.memory.weights import WIDTH
 from tightfit.types import Attention, Checkpointing, Gpu, Levers, ModelShape
@@ -58,8 +59,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
     lora = weights_of.effective_lora(levers)
     width = WIDTH[levers.precision]
     vendor, arch = (gpu.vendor, gpu.arch) if gpu else ("unknown", None)
-    number = arch[3:].rstrip("a") if arch and arch.startswith("sm_") else ""
-    before_ampere = number.isdigit() and int(number) < 80  # flash attention needs sm_80
+    before_ampere = gpu is not None and gpu.sm is not None and gpu.sm < 80  # flash attention needs sm_80
     without_kernels = vendor == "amd" and not re.match(AOTRITON, arch or "gfx942")
     return Setting(
         micro_batch=levers.micro_batch,
@@ -82,7 +82,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
         loss_kernel=gpu is None or gpu.runs_triton or (vendor != "cpu" and levers.trainer != "tightfit"),
         reentrant=levers.trainer == "llamafactory",  # its use_reentrant_gc is on unless the file says otherwise
         scan=levers.scan,
-        cuda_scan=vendor not in ("amd", "hygon") and not before_ampere,
+        cuda_scan=gpu is None or runs_cuda_scan(gpu),
         broadcast_scan=True,  # until transformers 5.18; later releases hold less, and which one runs is not known here
         on_gpu=vendor != "cpu",
         # `check_prefer_cudnn_attention`; a card that is not known may be such a one, which holds the more
@@ -186,7 +186,7 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
         if depth < count:
             total += again[depth] - above[depth - 1]
     each_sent = [
-        0 if index < lowest else _sent(way.cost, streams[index])
+        0 if index < lowest else _count_sent_bytes(way.cost, streams[index])
         for index, way in ways(everything, range(count - 1))  # the top layer's stays
     ]
     # the top layer may be the lowest as well
@@ -256,13 +256,13 @@ def _layers(
             own = stream + cost.saved
             moments.append(Moment(index, kept + stream + before, *turn, cost, True))
             if depth.offload and index < shape.n_layers - 1 and (depth.layers is None or index < depth.layers):
-                moving = _sent(cost, stream)
+                moving = _count_sent_bytes(cost, stream)
                 own, host_kept = own - moving, host_kept + moving
         kept += own
     return kept, host_kept, kept - own, before, stream, tuple(reversed(moments))
 
 
-def _sent(cost: LayerCost, stream: int) -> int:
+def _count_sent_bytes(cost: LayerCost, stream: int) -> int:
     return cost.saved - cost.small + (stream if stream >= SMALLEST_MOVED_BYTES else 0)
 
 

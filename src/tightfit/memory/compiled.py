@@ -51,7 +51,7 @@ class Launch:
     pieces: list[_Piece] = field(default_factory=list)
 
 
-def measure_compiled(
+def measure_graph(
     tape: Tape, layer_input: Slot, layer_output: Slot, select: tuple[str, ...] | None = None
 ) -> LayerCost:
     """`select`: the parts that run again inside the graph, empty for all; None: nothing does, but what the compiler
@@ -123,14 +123,14 @@ class _Schedule:
             return {self.buffers[value]}
         if value.heavy:
             return {self.make(value)}
-        found = self._gathered(value)
+        found = self._gather_sources(value)
         if value.inner and self.start and len(found) > 1:
             found.add(self._write_inner(value, found))
         if len(found) > (MOST_READS_REUSED if len(value.users) > 1 else MOST_READS):
             return {self._write(value, found)}
         return found
 
-    def _gathered(self, value: Value) -> set[int]:
+    def _gather_sources(self, value: Value) -> set[int]:
         found: set[int] = set()
         for each in value.inputs:
             found |= self.sources(each)
@@ -141,7 +141,7 @@ class _Schedule:
         if value in self.buffers:
             return self.buffers[value]
         if not value.heavy or value.part in ("elementwise", "random"):  # the latter: sums of a norm, masks
-            return self._write(value, self._gathered(value))
+            return self._write(value, self._gather_sources(value))
         same = self.graph.made_by[value.order]
         inputs = next((each.inputs for each in same if each.inputs), [])
         reads = [self.make(each) for each in inputs]
@@ -188,14 +188,14 @@ class _Schedule:
         self.start.add(top)
         self.fixed |= {self.buffers[source], top}
         self.held.add(top)  # by the engine, as long as it runs
-        gradients: dict[int, _Gradient] = {id(layer_output): _Gradient({top}, top)}
+        gradients: dict[int, _Flow] = {id(layer_output): _Flow({top}, top)}
         weight_grads: list[int] = []
         for op in reversed(ops):
             arrived = [gradients.pop(id(slot)) for slot in op.outputs if id(slot) in gradients]
             if arrived:
                 gradient = arrived[0]
                 if len(arrived) > 1:  # parts that were split, joined again
-                    gradient = _Gradient(set().union(*[each.sources for each in arrived]), None, True)
+                    gradient = _Flow(set().union(*[each.sources for each in arrived]), None, True)
                 self._go_back(op, gradient, gradients, weight_grads)
         final = gradients.get(id(layer_input))
         if final is None:
@@ -203,13 +203,13 @@ class _Schedule:
         self.held.add(self._gather(final, layer_input.size))
         return weight_grads, layer_input.size
 
-    def _gather(self, gradient: _Gradient, size: int) -> int:
+    def _gather(self, gradient: _Flow, size: int) -> int:
         if gradient.buffer is None:
             (gradient.buffer,) = self.launch("row", gradient.sources, [size], shifts=gradient.shifts)
             gradient.sources = {gradient.buffer}
         return gradient.buffer
 
-    def _go_back(self, op: Op, gradient: _Gradient, gradients: dict[int, _Gradient], weight_grads: list[int]) -> None:
+    def _go_back(self, op: Op, gradient: _Flow, gradients: dict[int, _Flow], weight_grads: list[int]) -> None:
         """Through one operation."""
         inputs = [(slot, op.grad_sizes[i] if op.grad_sizes else slot.size) for i, slot in enumerate(op.inputs)]
         inputs = [(slot, size) for slot, size in inputs if slot.grad]
@@ -217,7 +217,7 @@ class _Schedule:
         if op.part in ("elementwise", "random"):
             if op.passes and not op.weight_grad:
                 for slot, _ in inputs:
-                    self._add(gradients, slot, _Gradient(set(gradient.sources), gradient.buffer, gradient.shifts))
+                    self._add(gradients, slot, _Flow(set(gradient.sources), gradient.buffer, gradient.shifts))
                 return
             uses = len(inputs) + (op.weight_grad > 0)
             if uses > 1 and len(gradient.sources) + (op.weight_grad == 0) > MOST_READS_REUSED:
@@ -235,9 +235,9 @@ class _Schedule:
                 shifts = gradient.shifts or op.again > 0
                 if slot.size * REDUCTION < size:  # it was spread over a row: summed up again
                     (summed,) = self.launch("row", needs, [slot.size], shifts=True)
-                    self._add(gradients, slot, _Gradient({summed}, summed))
+                    self._add(gradients, slot, _Flow({summed}, summed))
                 else:
-                    self._add(gradients, slot, _Gradient(needs, None, shifts))
+                    self._add(gradients, slot, _Flow(needs, None, shifts))
             return
         arrived = self._gather(gradient, size)
         kept = [self.make(self.graph.of(slot)) for slot in op.saves]
@@ -247,7 +247,7 @@ class _Schedule:
                 weight_grads.append(op.weight_grad)
             for slot, size in inputs:
                 (made,) = self.launch("heavy", [arrived], [size], op.backward_temp)
-                self._add(gradients, slot, _Gradient({made}, made))
+                self._add(gradients, slot, _Flow({made}, made))
             return
         sizes = [size for _, size in inputs] + ([op.weight_grad] if op.weight_grad else [])
         made_all = self.launch("heavy", [arrived, *kept], sizes, op.backward_temp)
@@ -255,14 +255,14 @@ class _Schedule:
             self.held.add(made_all[-1])
             weight_grads.append(op.weight_grad)
         for (slot, _), made in zip(inputs, made_all, strict=False):
-            self._add(gradients, slot, _Gradient({made}, made))
+            self._add(gradients, slot, _Flow({made}, made))
 
-    def _add(self, gradients: dict[int, _Gradient], slot: Slot, gradient: _Gradient) -> None:
+    def _add(self, gradients: dict[int, _Flow], slot: Slot, gradient: _Flow) -> None:
         have = gradients.get(id(slot))
         if have is None:
             gradients[id(slot)] = gradient
             return
-        both = _Gradient(have.sources | gradient.sources, None, have.shifts or gradient.shifts)
+        both = _Flow(have.sources | gradient.sources, None, have.shifts or gradient.shifts)
         if len(both.sources) > MOST_READS:
             self._gather(both, slot.size)
         gradients[id(slot)] = both
@@ -487,7 +487,7 @@ def _widest_first(nodes: list[_Node]) -> list[_Node]:
 
 
 @dataclass(slots=True)
-class _Gradient:
+class _Flow:
     """What it is computed from, and the buffer that it is in, if it is."""
 
     sources: set[int]

@@ -15,8 +15,9 @@ from tightfit.types import PhaseName
 
 
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
-    acts, wide = job.acts, _wide_earlier(job)
-    same = _earlier(job) - wide  # what autograd adds new gradients to
+    acts, earlier = job.acts, _earlier(job)
+    wide = earlier if _widens(job) else 0
+    same = earlier - wide  # what autograd adds new gradients to
     peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, same)
     before = combine(_persistent(job), {"gradients": wide})
     return {
@@ -56,10 +57,6 @@ def _widens(job: MemoryJob) -> bool:
 
 def _narrow(job: MemoryJob) -> int:
     return job.weights.trainable_numel * job.weights.trainable_width
-
-
-def _wide_earlier(job: MemoryJob) -> int:
-    return _earlier(job) if _widens(job) else 0
 
 
 def _earlier(job: MemoryJob) -> int:

@@ -129,7 +129,7 @@ def _save_cheapest(wanted: list[Value], ends: Callable[[Value], bool]) -> None:
         else:
             waiting += value.inputs
     if leaves:
-        for value in _minimum_cut(between, leaves, wanted):
+        for value in _find_minimum_cut(between, leaves, wanted):
             value.saved = True
 
 
@@ -156,7 +156,7 @@ def _forbid_far_uses(graph: Graph) -> None:
                 user.stays = True
 
 
-def _minimum_cut(inside: set[Value], leaves: set[Value], wanted: list[Value]) -> list[Value]:
+def _find_minimum_cut(inside: set[Value], leaves: set[Value], wanted: list[Value]) -> list[Value]:
     """Which of these values to keep, so that all that is wanted can be made: from source to sink, each value an edge
     as wide as its bytes."""
     goals, near = set(wanted), dict[Value, int]()

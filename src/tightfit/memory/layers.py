@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tightfit.memory.attention import attention
-from tightfit.memory.compiled import measure_compiled
+from tightfit.memory.compiled import measure_graph
 from tightfit.memory.feedforward import adapts_experts, mlp, moe
 from tightfit.memory.mamba2 import mamba2
 from tightfit.memory.operations import FP32, Operations, Setting
-from tightfit.memory.selected import measure_selected
+from tightfit.memory.selected import measure_parts
 from tightfit.memory.ssm import mamba1
 from tightfit.memory.tape import LayerCost, Slot, Tape, measure
 from tightfit.types import Attention, Block, Mamba1, Mamba2, Mlp, Moe, Traced
@@ -28,7 +28,7 @@ def layer_cost(block: Block, hidden: int, setting: Setting, input_grad: bool = T
         return _cost_of_trace(block, block.mixer, hidden, setting)
     ends = layer_tape(block, hidden, setting, input_grad)
     if setting.compiled:
-        return measure_compiled(*ends)
+        return measure_graph(*ends)
     return measure(*ends, stops=not setting.reentrant)
 
 
@@ -40,9 +40,9 @@ def recompute_cost(
     not known. What it keeps is counted beside its input."""
     known = has_parts(block, setting)
     if setting.compiled and not isinstance(block.mixer, Traced):
-        return measure_compiled(*layer_tape(block, hidden, setting, input_grad), select if known else ())
+        return measure_graph(*layer_tape(block, hidden, setting, input_grad), select if known else ())
     if known and select:
-        return measure_selected(*layer_tape(block, hidden, setting, input_grad), select)
+        return measure_parts(*layer_tape(block, hidden, setting, input_grad), select)
     return replace(layer_cost(block, hidden, setting, input_grad), saved=0)
 
 

@@ -11,7 +11,7 @@ from tightfit.memory.graph import follow_tags, read_graph
 from tightfit.memory.tape import LayerCost, Slot, Tape, measure
 
 
-def measure_selected(tape: Tape, layer_input: Slot, layer_output: Slot, select: tuple[str, ...]) -> LayerCost:
+def measure_parts(tape: Tape, layer_input: Slot, layer_output: Slot, select: tuple[str, ...]) -> LayerCost:
     graph = read_graph(tape, layer_input)
     follow_tags(graph, select)
     made = [slot for op in tape.ops for slot in (*op.outputs, *op.makes, *op.keeps) if slot.storage is slot]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tightfit.memory.operations import FP32, Operations
 from tightfit.memory.tape import Slot
-from tightfit.types import Mamba1
+from tightfit.types import Gpu, Mamba1
 
 OFFICIAL_CHUNK = 2048
 """Tokens between the states that the official kernel writes down (`n_chunks` in selective_scan.cpp)."""
@@ -97,6 +97,11 @@ def _tightfit(ops: Operations, xz: Slot, shape: Mamba1, hidden: int) -> Slot:
         weight_grad=weights,
         part="mixer",
     )
+
+
+def runs_cuda_scan(gpu: Gpu) -> bool:
+    """Whether our scan may go back through kernels in CUDA's own language (`mamba/scan.cu`)."""
+    return gpu.vendor in ("nvidia", "unknown") and (gpu.sm is None or gpu.sm >= 80)
 
 
 class _Buffers(NamedTuple):

@@ -176,7 +176,7 @@ def measure(
     made; then that is `saved`, and beside the layer's input."""
     kept = {id(slot): slot for op in tape.ops for slot in op.saves}
     if handed is not None:
-        return _measure_handed(tape, (layer_input, layer_output), kept, handed)
+        return _measure_replay(tape, (layer_input, layer_output), kept, handed)
     saved = sum([slot.size for slot in kept.values()])
     forward, again, turns = _walk_forward(tape, kept, layer_input, layer_output)
     unsaved, _, unsaved_turns = _walk_forward(tape, {}, layer_input, layer_output)
@@ -192,7 +192,7 @@ def measure(
     return _walk_back(tape, so_far, layer_input, layer_output)
 
 
-def _measure_handed(
+def _measure_replay(
     tape: Tape, ends: tuple[Slot, Slot], kept: Mapping[int, Slot], handed: Mapping[int, Slot]
 ) -> LayerCost:
     first, _, first_turns = _walk_forward(tape, handed, *ends)

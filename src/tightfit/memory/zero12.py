@@ -119,7 +119,7 @@ def _backward(job: MemoryJob) -> Components:
         elements = levers.buckets.reduce_bucket
         peak = peak_with_buckets(acts, elements, job.tied_grad, job.embedding_grad, None, 0, owners)
         head = acts.head.head_grad + acts.head.fused_grad
-        beside = {"gradients": earlier + (head if head in _oversized(job) else 0), "buckets": bucket}
+        beside = {"gradients": earlier + (head if head in _find_oversized(job) else 0), "buckets": bucket}
     inside = combine(peak.components(acts.shared), beside)
     return worst(_first_gradient(job, bucket, earlier), inside, _ends(job))
 
@@ -130,7 +130,7 @@ def at_the_end(job: MemoryJob) -> Components:
 
 def _ends(job: MemoryJob) -> Components:
     """All gradients are there, and leave through the bucket."""
-    left = _own_grads(job) + _earlier(job) + sum(_oversized(job)) if _leave_at_once(job) else _emptying(job)
+    left = _own_grads(job) + _earlier(job) + sum(_find_oversized(job)) if _leave_at_once(job) else _emptying(job)
     ends: Components = {"gradients": left, "buckets": _bucket(job)}
     return worst(ends, _leaving(job)) if job.levers.offload_optimizer != "none" else ends
 
@@ -143,7 +143,7 @@ def _leave_at_once(job: MemoryJob) -> bool:
     return levers.engine != "zero1" or overlaps
 
 
-def _oversized(job: MemoryJob) -> list[int]:
+def _find_oversized(job: MemoryJob) -> list[int]:
     """Gradients larger than the bucket, which stage 1 leaves in their own memory until the step. In bytes."""
     weights, room = job.weights, job.levers.buckets.reduce_bucket
     if job.levers.engine != "zero1" or job.levers.offload_optimizer != "none":

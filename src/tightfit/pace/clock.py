@@ -67,12 +67,12 @@ class Clock:
             fixed += traffic.reductions(micro_batches) * traffic.reduced
         key = computed, rest.checkpointing.select, traffic.copied, traffic.copied_back, traffic.host
         busy, net, idle = self._back.get(key) or self._backward(rest, choice, key)
-        waited = traffic.waited(traffic.rounds_back(micro_batches))
+        waited = traffic.price_waiting(traffic.rounds_back(micro_batches))
         if rest.checkpointing.offload and rest.compile == "layers":
             setting = setting_of(choice.over(rest), self.hardware.gpu, self.shape.model_type)
             curve = curve_of(self.shape, setting, rest.frozen_layers, rest.checkpointing.select)
             forward = passes.busy(traffic)
-            waited_before = traffic.waited([(micro_batches, traffic.gathered)])
+            waited_before = traffic.price_waiting([(micro_batches, traffic.gathered)])
             fixed += micro_batches * forward
             sent = [size / self.rates.host_link for size in curve.sent]
             times = [

@@ -116,7 +116,7 @@ class Traffic(NamedTuple):
             collectives, host_link = collectives + count * for_ranks, host_link + count * for_host
         return collectives, host_link
 
-    def waited(self, rounds: list[tuple[int, float]]) -> Callable[[float, float], float]:
+    def price_waiting(self, rounds: list[tuple[int, float]]) -> Callable[[float, float], float]:
         """What such passes wait in all as a function of their busy seconds, and of what layers send meanwhile: a search
         asks it thousands of times."""
         fetched, cost, copy_cost, sent_cost = (
@@ -127,7 +127,7 @@ class Traffic(NamedTuple):
         )
         share = 1.0 if self.shares_host else 0.0
 
-        def waited(busy: float, sent: float) -> float:
+        def wait(busy: float, sent: float) -> float:
             total = 0.0
             for count, moved in rounds:
                 beside = cost * moved if moved < busy else moved - busy + cost * busy
@@ -139,7 +139,7 @@ class Traffic(NamedTuple):
                 total += count * beside
             return total
 
-        return waited
+        return wait
 
     @property
     def hidden_s(self) -> float:

@@ -135,7 +135,7 @@ def _backward(group: _Group, readers: dict[int, int], layer_output: Slot) -> Mov
             moved -= size
         else:
             moved += size
-    needed = _needed(group, inside)
+    needed = _find_needed(group, inside)
     moved += _size(needed.values())
     weighed = [op for op in group.ops if op.weight_grad]
     # A vector's gradient is a sum over all tokens: kernels of its own, over the same again.
@@ -143,7 +143,7 @@ def _backward(group: _Group, readers: dict[int, int], layer_output: Slot) -> Mov
     return Moved(max(moved, 0), int(moved > 0) + 2 * len(weighed))
 
 
-def _needed(group: _Group, inside: dict[int, Op]) -> dict[int, Slot]:
+def _find_needed(group: _Group, inside: dict[int, Op]) -> dict[int, Slot]:
     """Values that its gradients are computed from: what was written, and of what was not, what that came from."""
     needed: dict[int, Slot] = {}
     waiting = [slot.storage for op in group.ops for slot in op.saves if not op.passes]

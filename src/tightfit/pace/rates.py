@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.hardware.reached import Reached, reached
+from tightfit.memory.ssm import runs_cuda_scan
 from tightfit.messages import Message
 from tightfit.types import Gpu, Hardware, Levers, Precision, RateSource
 
@@ -432,13 +433,8 @@ def _find_card(gpu: Gpu, precision: Precision, usual: Reached, found: _Finder) -
         strided=min(memory, STRIDED_BYTES_PER_S * clocks),
         kernel_start_s=KERNEL_START_S,
         unpacking=found.take("unpacking", "unpacking", bandwidth * NF4_BYTES_PER_BANDWIDTH, 0.25, stated),
-        scan_back=CUDA_SCAN_STEPS_BACK_PER_S if _runs_cuda_scan(gpu) else SCAN_STEPS_BACK_PER_S["tightfit"],
+        scan_back=CUDA_SCAN_STEPS_BACK_PER_S if runs_cuda_scan(gpu) else SCAN_STEPS_BACK_PER_S["tightfit"],
     )
-
-
-def _runs_cuda_scan(gpu: Gpu) -> bool:
-    number = (gpu.arch or "").removeprefix("sm_").rstrip("a")
-    return gpu.vendor == "nvidia" and not (number.isdigit() and int(number) < 80)
 
 
 def _source_of(gpu: Gpu) -> RateSource:

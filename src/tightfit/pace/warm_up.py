@@ -19,7 +19,7 @@ from tightfit.memory.operations import Setting
 from tightfit.memory.weights import is_linear
 from tightfit.pace.rates import COMPILE_CODE_S, COMPILE_PRODUCT_S, COMPILE_START_S
 from tightfit.pace.work import ELEMENTWISE
-from tightfit.types import Block, Levers, ModelShape
+from tightfit.types import Levers, ModelShape
 
 HALVINGS, MULTIPLE = 4, 8
 """How often the length of full rows is halved for shorter ones, and what each of these is a multiple of: as in
@@ -31,8 +31,11 @@ def warm_up_s(shape: ModelShape, levers: Levers) -> float:
         return 0.0
     setting = setting_of(levers)
     lengths = 1 if levers.packed else count_lengths(levers.sequence)
-    kinds = [kind for kind, *_ in _codes(shape, levers, setting)]
-    return COMPILE_START_S + lengths * sum([_code_s(shape.blocks[kind], setting) for kind in kinds])
+    each = 0.0
+    for kind, *_ in _codes(shape, levers, setting):
+        modules = [tensor.name.rpartition(".")[0] for tensor in shape.blocks[kind].tensors if is_linear(tensor)]
+        each += COMPILE_CODE_S + COMPILE_PRODUCT_S * sum([3 if setting.adapts(module) else 1 for module in modules])
+    return COMPILE_START_S + lengths * each
 
 
 def count_lengths(sequence: int) -> int:
@@ -46,18 +49,13 @@ def _codes(shape: ModelShape, levers: Levers, setting: Setting) -> set[tuple[int
     depth, frozen = levers.checkpointing, levers.frozen_layers
     lowest = frozen if setting.trains_base else 0
 
-    def recomputed(index: int) -> tuple[str, ...] | None:
+    def select_again(index: int) -> tuple[str, ...] | None:
         """As `inside` in train/recompute.py says it; None: nothing."""
         if depth.layers is None or index < depth.layers:
             return depth.select if has_parts(shape.blocks[shape.pattern[index]], setting) else ()
         return ELEMENTWISE if depth.layers and has_parts(shape.blocks[shape.pattern[index]], setting) else None
 
     return {
-        (kind, recomputed(index), index < frozen, index > lowest or setting.trains_embedding)
+        (kind, select_again(index), index < frozen, index > lowest or setting.trains_embedding)
         for index, kind in enumerate(shape.pattern)
     }
-
-
-def _code_s(block: Block, setting: Setting) -> float:
-    modules = [tensor.name.rpartition(".")[0] for tensor in block.tensors if is_linear(tensor)]
-    return COMPILE_CODE_S + COMPILE_PRODUCT_S * sum([3 if setting.adapts(module) else 1 for module in modules])

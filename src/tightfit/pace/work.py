@@ -126,7 +126,7 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
         modules=modules,
         is_compiled=setting.compiled,
     )
-    again = _Parts(tape, block, setting)
+    again = _PartTimes(tape, block, setting)
     again.add_products(products, card)
     again.add("mixer", products=attention)
     again.add_scan(scan, scan_host)
@@ -148,7 +148,7 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     return time._replace(parts=tuple(again.by_part.values())) if has_parts(block, setting) else time
 
 
-class _Parts:
+class _PartTimes:
     """Adds up what runs again with each part."""
 
     def __init__(self, tape: Tape, block: Block, setting: Setting) -> None:
@@ -189,7 +189,7 @@ class _Parts:
                 self.add(part, others=packed[name] * self.setting.width / card.unpacking, host=host)
 
 
-def _compile_time(time: LayerTime, again: _Parts, x: Slot, y: Slot, card: Card) -> LayerTime:
+def _compile_time(time: LayerTime, again: _PartTimes, x: Slot, y: Slot, card: Card) -> LayerTime:
     """The same layer, compiled: its products and kernels are as they were, what lies between them is moved once."""
     tape = again.tape
     moved, speed = fuse(tape, x, y), card.memory * constants.FUSED_SHARE

@@ -203,12 +203,12 @@ def corners(
                 every = {how: None for each in speeds.values() for how in each}
                 fastest = max([how[0] for how in every], default="off", key=("off", "layers").index)
                 ways = {
-                    how: _selected(
+                    how: _list_depths(
                         shape,
                         replace(levers, compile=how[0], kernels=how[1]),
                         pinned,
                         hardware,
-                        tries_parts=how[0] == fastest and trainer.selects_on(hardware),
+                        tries_parts=how == (fastest, "plain") and trainer.selects_on(hardware),
                     )
                     for how in every
                 }
@@ -241,7 +241,7 @@ def _speeds(
     return [each for each in found if needed in (None, each[0])]
 
 
-def _selected(
+def _list_depths(
     shape: ModelShape, levers: Levers, pinned: Pinned, hardware: Hardware, *, tries_parts: bool
 ) -> list[Levers]:
     """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
@@ -279,9 +279,7 @@ def attention_choices(
     if "attention" in pinned or not mixers:
         return (base.attention,)
     windowed = any(m.sliding_window is not None and m.sliding_window <= base.sequence for m in mixers)
-    arch = hardware.gpu.arch or ""
-    has_flash = arch.startswith("sm_") and arch[3:].isdigit() and int(arch[3:]) >= 80
-    tries_flash = windowed and base.precision != "fp32" and has_flash
+    tries_flash = windowed and base.precision != "fp32" and (hardware.gpu.sm or 0) >= 80
     return ("sdpa", "flash", "eager") if tries_flash else ("sdpa", "eager")
 
 

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module, metadata
@@ -112,7 +112,11 @@ class Compiler:
         if hasattr(dynamo, "callback"):
             dynamo.callback.on_compile_start(lambda *_: self._begin())
             dynamo.callback.on_compile_end(lambda *_: self._end())
-        _hush()
+        # Torch's advice to programmers: on operations in place under a checkpoint, which these layers have not, and on
+        # gradients that its own tracing asks for. An error is one sentence of ours.
+        for name in ("torch._dynamo", "torch._inductor", "torch._higher_order_ops"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         store = HostStore(device, self.warn) if how.offload else None
         within, layers, kinds = 0, layers_of(model), self._kinds
         for index, layer in enumerate(layers):
@@ -128,7 +132,7 @@ class Compiler:
                 layer.forward = partial(store.run, kinds[key].run, sends, index, layer)
         return within
 
-    def tell_made(self) -> None:
+    def report_code(self) -> None:
         """The code that was begun last has run."""
         self._count, self._whole_s = self._count + 1, self._whole_s + self._latest_s
         self._events.report(Message("train.layers-compiled", number=self._count, seconds=self._whole_s), 1, 1)
@@ -237,14 +241,6 @@ def _put_code_in(folder: Path) -> None:
             setattr(code, name, str(path))
 
 
-def _hush() -> None:
-    """Torch's advice to programmers: on operations in place under a checkpoint, which these layers have not, and on
-    gradients that its own tracing asks for. An error is one sentence of ours."""
-    for name in ("torch._dynamo", "torch._inductor", "torch._higher_order_ops"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-
-
 def fix_width(longest: int, sequence: int) -> int:
     """The length to which rows are padded whose longest has so many tokens: that of full rows or a half, a quarter …
     of it."""
@@ -269,9 +265,11 @@ class LayerKind:
         try:
             made = self._chosen(layer, args, kwargs)
         except Exception as error:
-            for cause in _chain(error):
+            cause: BaseException | None = error
+            while cause is not None:
                 if isinstance(cause, torch.OutOfMemoryError):  # also of a kernel that was tried while compiling
                     raise cause from None
+                cause = getattr(cause, "inner_exception", None) or cause.__cause__
             # Code that has never run may be at fault itself. If the layer is, it fails once more.
             is_new = not self._has_run or self._compiler.begun > begun
             if not self.is_compiled or not (is_new or is_from_compiler(error)):
@@ -280,7 +278,7 @@ class LayerKind:
         else:
             self._has_run = True
             if self._compiler.begun > begun:
-                self._compiler.tell_made()
+                self._compiler.report_code()
             return made
         self._compiler.warn(Message("train.layer-not-compiled", kind=self._name, why=why))
         return self._plain(layer, args, kwargs)
@@ -303,13 +301,6 @@ def is_from_compiler(error: BaseException) -> bool:
     from torch._dynamo import exc
 
     return isinstance(error, exc.TorchDynamoException) or type(error).__name__ in LIMIT_ERRORS
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and what lies under it."""
-    while error is not None:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__
 
 
 def _say_why(error: BaseException) -> Said:

@@ -59,7 +59,11 @@ def bind_liger(model: Any) -> Message | None:
     """Bind the kernels, or leave everything as it was and say why."""
     kind = model.config.model_type
     own = import_module(type(model).__module__)
-    names, inside = dict(vars(own)), {module: _copy_of(module) for module in model.modules()}
+    names = dict(vars(own))
+    inside = {  # what modules hold, with their parameters and children by name
+        module: {name: copy(held) if isinstance(held, dict) else held for name, held in vars(module).items()}
+        for module in model.modules()
+    }
     try:
         known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
         if kind not in known:
@@ -76,11 +80,6 @@ def bind_liger(model: Any) -> Message | None:
         return Message("train.liger-failed", model_type=kind, error=why)
     vars(own).update({name: value for name, value in names.items() if isinstance(value, type)})
     return None
-
-
-def _copy_of(module: Any) -> dict[str, Any]:
-    """What a module holds, with its parameters and children by name."""
-    return {name: copy(held) if isinstance(held, dict) else held for name, held in vars(module).items()}
 
 
 def _switches_on(switch: str, model: Any) -> bool:

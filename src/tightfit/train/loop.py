@@ -29,7 +29,7 @@ from tightfit.train.data.samples import IGNORED, Samples, batch, flatten
 from tightfit.train.engines import Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.events import Events
 from tightfit.train.optimizers import learning_rate
-from tightfit.train.place import Place, gather_said, read_memory, totals
+from tightfit.train.place import Place, gather_messages, read_memory, totals
 from tightfit.train.stop import Stop
 from tightfit.types import Levers, TightfitError
 
@@ -235,7 +235,7 @@ class Loop:
         votes = Votes(*totals(self.place, *own))
         if votes.untold:
             said = [] if self.compiler is None else self.compiler.take_said()
-            for ranks, sentence in gather_said(self.place, said):
+            for ranks, sentence in gather_messages(self.place, said):
                 if 0 not in ranks:  # which has said it when it was so
                     self.events.write("warning", text=sentence)
         return votes

@@ -263,7 +263,7 @@ def words(place: Place, text: str) -> list[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode() for row in held]
 
 
-def gather_said(place: Place, said: Sequence[Message]) -> list[tuple[list[int], Said]]:
+def gather_messages(place: Place, said: Sequence[Message]) -> list[tuple[list[int], Said]]:
     """What ranks have to say, each sentence once: who says it, and the sentence, which names them unless all do."""
     found: dict[Said, list[int]] = {}
     lines = words(place, json.dumps([as_json(each) for each in said]))

@@ -234,6 +234,11 @@ class Selection:
         self.running: list[tuple[Place, Role]] = []
         """The modules that are, the innermost last."""
         self._unhooked: Any = None
+
+        def leave(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.running.pop()
+
         for name, module in layer.named_modules():
             place, role = place_of(name), _role_of(name, module)
             if place is None or role is None:
@@ -241,8 +246,13 @@ class Selection:
             if role == "plain" and not SCANS.isdisjoint(name.split(".")):
                 self._unhooked = module if place == "qkv" and name.endswith("in_proj") else self._unhooked
                 continue
-            module.register_forward_pre_hook(self._enter(place, role))
-            module.register_forward_hook(self._leave)
+
+            def enter(*_: Any, entered: tuple[Place, Role] = (place, role)) -> None:
+                if not torch.compiler.is_compiling():
+                    self.running.append(entered)
+
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, context_fn=self.contexts)
@@ -255,7 +265,7 @@ class Selection:
         if not self.running:
             if _is_ours(op):
                 return "run" if "mixer" in self._selected else "keep"
-            is_first = "qkv" not in self._selected and computes_product(op) and self._reads_unhooked(args)
+            is_first = "qkv" not in self._selected and computes_product(op) and self._reads_in_proj(args)
             return "keep" if is_first else "run"
         place, role = self.running[-1]
         again, needless = _part(place) in self._selected, place in self._needless
@@ -271,22 +281,11 @@ class Selection:
             return "skip"
         return "join" if role in ("plain", "base") and op is torch.ops.aten.add_.Tensor and place != "mixer" else "run"
 
-    def _reads_unhooked(self, args: tuple[Any, ...]) -> bool:
+    def _reads_in_proj(self, args: tuple[Any, ...]) -> bool:
         if self._unhooked is None:
             return False
         weight = self._unhooked.weight.untyped_storage()._cdata
         return any(isinstance(each, Tensor) and each.untyped_storage()._cdata == weight for each in args)
-
-    def _enter(self, place: Place, role: Role) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.running.append((place, role))
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.running.pop()
 
 
 _ADAPTER_ROLES: dict[str, Role] = {"lora_dropout": "dropout", "lora_A": "first", "lora_B": "second"}
@@ -417,7 +416,8 @@ class _SecondPass(_Pass):  # type: ignore[no-untyped-call]
         if _always_runs(op) and (not self._storages or _looks(op)):
             return op(*args, **(kwargs or {}))
         fate = self._selection.fate_of(op, args)
-        if fate in ("run", "join", "keep") and self._storages and any(map(self._is_blank, args)):
+        blanks = self._storages if fate in ("run", "join", "keep") else set()
+        if blanks and any(isinstance(each, Tensor) and each.untyped_storage()._cdata in blanks for each in args):
             if fate == "join":
                 return args[0]
             if op in (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor):  # a bias, the mask of a dropout
@@ -444,9 +444,6 @@ class _SecondPass(_Pass):  # type: ignore[no-untyped-call]
             self._blanks[kind] = torch.empty((), dtype=blank.dtype, device=blank.device)
             self._storages.add(self._blanks[kind].untyped_storage()._cdata)
         return self._blanks[kind].expand(blank.shape)
-
-    def _is_blank(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.untyped_storage()._cdata in self._storages
 
 
 def _version(outputs: Any) -> int:

@@ -107,7 +107,22 @@ class HostStore:
             size, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             return _Handle(turn, turn.moved[own], tensor.dtype, size, stride, offset)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+        def unpack(kept: Tensor | _Handle) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            self._fetch(kept.turn)
+            if self._in is not None:
+                torch.cuda.current_stream(self._device).wait_event(kept.turn.arrived)
+            back = kept.moved.back
+            if back is None:  # asked for once more than it was kept
+                back = kept.moved.host.to(self._device)
+            kept.moved.handles -= 1
+            if kept.moved.handles <= 0:
+                kept.moved.back = None  # whoever asked has it, and lets go of it when it has been read
+            tensor = torch.empty(0, dtype=kept.dtype, device=self._device)
+            return tensor.set_(back.untyped_storage(), kept.offset, kept.size, kept.stride)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             made = call(layer, *args, **kwargs)
         if turn.moved:
             turn.left = None if self._out is None else self._out.record_event()
@@ -121,21 +136,6 @@ class HostStore:
             moved.back = torch.empty(moved.host.numel(), dtype=torch.uint8, device=self._device)
             self._copy(moved.back, moved.host, self._in)
         turn.arrived = True if self._in is None else self._in.record_event()
-
-    def _unpack(self, kept: Tensor | _Handle) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        self._fetch(kept.turn)
-        if self._in is not None:
-            torch.cuda.current_stream(self._device).wait_event(kept.turn.arrived)
-        back = kept.moved.back
-        if back is None:  # asked for once more than it was kept
-            back = kept.moved.host.to(self._device)
-        kept.moved.handles -= 1
-        if kept.moved.handles <= 0:
-            kept.moved.back = None  # whoever asked has it, and lets go of it when it has been read
-        tensor = torch.empty(0, dtype=kept.dtype, device=self._device)
-        return tensor.set_(back.untyped_storage(), kept.offset, kept.size, kept.stride)
 
     def _copy(self, to: Tensor, source: Tensor, stream: Any) -> None:
         """Beside the computation, once that has come to here: what is read has been written, and what is written to is
@@ -154,17 +154,13 @@ class HostStore:
             # Whole pages of its own: the driver registers no page twice.
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             buffer = self._buffers[key] = torch.frombuffer(pages, dtype=torch.uint8)
-            if self._pins:
-                self._pin(buffer)
+            driver: Any = torch.cuda.cudart() if self._pins else None  # type: ignore[no-untyped-call]
+            if driver is not None and int(driver.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) != 0:
+                self._pins = False
+                with suppress(RuntimeError):  # the next kernel would be told this error as its own
+                    torch.zeros(1, device=self._device)
+                self._say(Message("train.cannot-lock"))
         return buffer[:size]
-
-    def _pin(self, buffer: Tensor) -> None:
-        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) != 0:
-            self._pins = False
-            with suppress(RuntimeError):  # the next kernel would be told this error as its own
-                torch.zeros(1, device=self._device)
-            self._say(Message("train.cannot-lock"))
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

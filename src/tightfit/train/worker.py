@@ -197,7 +197,7 @@ class Worker:
         milestones = Milestones(self.events, config.predicted, place)
         milestones.measure("init")
         self._prove(*proofs(config, place, made.engine.holdings()))
-        for sentence in (*prepared.said, *(each for _, each in places.gather_said(place, made.said))):
+        for sentence in (*prepared.said, *(each for _, each in places.gather_messages(place, made.said))):
             self.events.write("warning", text=sentence)
         pad, compiler = pad_id(prepared.tokenizer), made.compiler
         dealt = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad, compiler=compiler)

@@ -50,10 +50,10 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
         groups = [embedding, *groups, [*norms, head]]
     for group in (*groups, model):
         fully_shard(group, **options)
-    mark_if_watched()
+    mark_for_profilers()
 
 
-def mark_if_watched() -> None:
+def mark_for_profilers() -> None:
     """FSDP2 marks a dozen ranges of each group and step for profilers. A mark takes the host as long as launching five
     kernels, whether anybody profiles or not: so now only if."""
     watched: Any = import_module("torch.autograd")._profiler_enabled
