@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from math import isfinite
 from typing import Any
 
@@ -16,7 +16,7 @@ from tightfit.hardware.words import connect, parse_hardware
 from tightfit.inputs.flags import check_levers, released_at_once
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.model.presets import PRESETS
-from tightfit.pace import Clock, KernelChoice, engines, pace
+from tightfit.pace import Clock, KernelChoice, engines, pace, step_seconds
 from tightfit.pace.rates import UNKNOWN_FLOPS, rates_of
 from tightfit.types import (
     PARTS,
@@ -110,7 +110,7 @@ def adapters(method: Method) -> Lora | None:
 
 def seconds(shape: ModelShape, levers: Levers, hardware: Hardware) -> float:
     """To a billionth of a second: the causes of equal times may add up differently in the last bit."""
-    return round(pace(shape, levers, hardware).step_s, 9)
+    return round(step_seconds(shape, levers, hardware), 9)
 
 
 # --- every figure -------------------------------------------------------------------------------
@@ -121,16 +121,17 @@ def seconds(shape: ModelShape, levers: Levers, hardware: Hardware) -> float:
 def test_causes_are_positive_and_add_up(name: str) -> None:
     shape, machines = model(name), [machine(word) for word in MACHINES]
     asked = 0
-    for method, precision, optimizer in product(METHODS, PRECISIONS, OPTIMIZERS):
+    for number, (method, precision, optimizer) in enumerate(product(METHODS, PRECISIONS, OPTIMIZERS)):
         fixed = {"method": method, "precision": precision, "optimizer": optimizer, "lora": adapters(method)}
-        for levers in ways(shape, sequence=512, **fixed):
+        for levers in islice(ways(shape, sequence=512, **fixed), number % 2, None, 2):
             hardware = machines[asked % len(machines)]
             found = pace(shape, levers, hardware)
+            assert found.step_s == step_seconds(shape, levers, hardware)
             assert all(isfinite(each) and each > 0 for each in found.causes.values()), levers
             assert found.step_s == pytest.approx(sum(found.causes.values()))
             assert found.tokens_per_s == pytest.approx(512 * hardware.world / found.step_s)
             asked += 1
-    assert asked > 400
+    assert asked > 300
 
 
 @pytest.mark.thorough

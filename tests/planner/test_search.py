@@ -82,9 +82,7 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name.startswith(("llama, two GPUs", "adapters, three GPUs", "a selection"))
-        else pytest.param(name, marks=pytest.mark.slow)
+        name if name.startswith(("llama, two GPUs", "a selection")) else pytest.param(name, marks=pytest.mark.slow)
         for name in QUESTIONS
     ],
 )

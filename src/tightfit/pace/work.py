@@ -27,7 +27,7 @@ from tightfit.memory.weights import is_linear
 from tightfit.pace import engines
 from tightfit.pace import rates as constants
 from tightfit.pace.engines import PassTimes
-from tightfit.pace.graph import find_needed, fuse, is_kernel
+from tightfit.pace.graph import Fused, find_needed, fuse, is_kernel
 from tightfit.pace.rates import Card, Rates
 from tightfit.types import PARTS, Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
 
@@ -85,6 +85,20 @@ def recompute_time(layer: LayerTime, select: tuple[str, ...]) -> Again:
     )
 
 
+class _Outline(NamedTuple):
+    """What of a layer is the same on every card."""
+
+    tape: Tape
+    needed: set[int]  # see `find_needed`
+    moved: Fused | None  # where it is compiled
+
+
+@lru_cache(maxsize=48)
+def _outline(block: Block, hidden: int, setting: Setting) -> _Outline:
+    tape, x, y = layer_tape(block, hidden, setting, True)
+    return _Outline(tape, find_needed(tape), fuse(tape, x, y) if setting.compiled else None)
+
+
 @lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> LayerTime:
     products = _products(block, setting, card)
@@ -109,7 +123,7 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
             host_back=usual * BACKWARD_OPERATIONS,
             modules=modules,
         )
-    tape, x, y = layer_tape(block, hidden, setting, True)
+    tape, needed, moved = _outline(block, hidden, setting)
     real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
     attention, attention_back = _attention(block, setting, card)
     scan, scan_back, scan_host = _scan(block, setting, card)
@@ -126,12 +140,12 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
         modules=modules,
         is_compiled=setting.compiled,
     )
-    again = _PartTimes(tape, block, setting)
+    again = _PartTimes(tape, needed, block, setting)
     again.add_products(products, card)
     again.add("mixer", products=attention)
     again.add_scan(scan, scan_host)
-    if setting.compiled:
-        time = _compile_time(time, again, x, y, card)
+    if moved is not None:
+        time = _compile_time(time, again, moved, card)
     else:
         launches = len(real) * constants.OPERATION_S
         time = time._replace(
@@ -151,9 +165,8 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
 class _PartTimes:
     """Adds up what runs again with each part."""
 
-    def __init__(self, tape: Tape, block: Block, setting: Setting) -> None:
-        self.tape, self.block, self.setting = tape, block, setting
-        self.needed = find_needed(tape)
+    def __init__(self, tape: Tape, needed: set[int], block: Block, setting: Setting) -> None:
+        self.tape, self.needed, self.block, self.setting = tape, needed, block, setting
         self.by_part = dict.fromkeys(PARTS, Again(0.0, 0.0, 0.0))
         scans = [op.part for op in tape.ops if is_kernel(op) and op.part in ("mixer", "scan")]
         self._scan = "" if isinstance(block.mixer, Attention) else next(iter(scans), "")
@@ -189,10 +202,9 @@ class _PartTimes:
                 self.add(part, others=packed[name] * self.setting.width / card.unpacking, host=host)
 
 
-def _compile_time(time: LayerTime, again: _PartTimes, x: Slot, y: Slot, card: Card) -> LayerTime:
+def _compile_time(time: LayerTime, again: _PartTimes, moved: Fused, card: Card) -> LayerTime:
     """The same layer, compiled: its products and kernels are as they were, what lies between them is moved once."""
-    tape = again.tape
-    moved, speed = fuse(tape, x, y), card.memory * constants.FUSED_SHARE
+    tape, speed = again.tape, card.memory * constants.FUSED_SHARE
     kernels = [op for op in tape.ops if is_kernel(op)]
     own = [op for op in kernels if not op.product]  # a scan's, whose buffers pass through memory all the same
     back = sum([2 if op.weight_grad else 1 for op in kernels])
