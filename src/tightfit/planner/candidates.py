@@ -314,8 +314,11 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     ends = {min(micros), max(micros)} if micros else set()
     least = min((_buffers(corner.choice.buckets) for corner in all_corners), default=None)
     kept = [each for each in all_corners if each.rest.micro_batch in ends and _buffers(each.choice.buckets) == least]
-    whole = [each for each in kept if each.is_whole]  # parts of a layer hold more than nothing of it
-    return sorted(whole or kept, key=lambda corner: (corner.rest.micro_batch, corner.rest.loss != "fused"))
+    # Between the passes a layer that recomputes whole keeps least; in its own turn one may hold less of which a part
+    # was kept.
+    most = max((len(each.rest.checkpointing.select) for each in kept), default=0)
+    least_kept = [each for each in kept if each.is_whole or len(each.rest.checkpointing.select) == most]
+    return sorted(least_kept, key=lambda each: (not each.is_whole, each.rest.micro_batch, each.rest.loss != "fused"))
 
 
 def _buffers(buckets: Buckets) -> tuple[int, int]:
