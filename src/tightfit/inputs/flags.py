@@ -185,10 +185,9 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
     if levers.engine == DDP and (obstacle := find_ddp_obstacle(levers)) is not None:
         raise ConfigError(obstacle)
     again = levers.checkpointing
-    unused = Message("inputs.among-compiled") if levers.compile == "layers" else None
-    unused = unused or (Message("inputs.among-selected") if again.select else None)
-    if levers.kernels == "fused" and levers.trainer == "tightfit" and unused is not None:
-        raise ConfigError(Message("inputs.kernels-unused", where=unused))
+    if levers.kernels == "fused" and levers.trainer == "tightfit" and (levers.compile == "layers" or again.select):
+        where = "inputs.among-compiled" if levers.compile == "layers" else "inputs.among-selected"
+        raise ConfigError(Message("inputs.kernels-unused", where=Message(where)))
     if again.select and again.offload and levers.compile == "off":
         raise ConfigError(Message("inputs.offload-needs-compiling", word=checkpointing_word(again)))
     if levers.compile == "layers" and (obstacle := find_compile_obstacle(levers, shape)) is not None:
@@ -243,6 +242,7 @@ def checkpointing_from_word(word: str) -> Checkpointing:
         "none": BARE,
         "full": Checkpointing(layers=None),
         "full+offload": Checkpointing(layers=None, offload=True),
+        "select:auto": Checkpointing(layers=None, select=AUTO),
     }
     word = word.lower()
     if word in plain:
@@ -251,8 +251,6 @@ def checkpointing_from_word(word: str) -> Checkpointing:
         return Checkpointing(layers=int(found[1]))
     if found := re.fullmatch(r"select:([^+]*)(\+offload)?(?:\+layers:(\d{1,9}))?", word):
         parts, layers = _read_parts(found[1]), None if found[3] is None else int(found[3])
-        if parts == AUTO and word != "select:auto":
-            raise ConfigError(Message("inputs.auto-alone"))
         return BARE if layers == 0 else Checkpointing(layers=layers, select=parts, offload=found[2] is not None)
     hint = meant(word, CHECKPOINTING)
     raise ConfigError(Message("inputs.unknown-value", flag="--checkpointing", word=word, hint=hint))
@@ -260,8 +258,6 @@ def checkpointing_from_word(word: str) -> Checkpointing:
 
 def _read_parts(text: str) -> tuple[str, ...]:
     names = {name.strip() for name in text.split(",")}
-    if names == set(AUTO):
-        return AUTO
     if not names.isdisjoint(AUTO):
         raise ConfigError(Message("inputs.auto-alone"))
     for name in sorted(names - set(PARTS)):

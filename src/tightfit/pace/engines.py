@@ -119,12 +119,8 @@ class Traffic(NamedTuple):
     def price_waiting(self, rounds: list[tuple[int, float]]) -> Callable[[float, float], float]:
         """What such passes wait in all as a function of their busy seconds, and of what layers send meanwhile: a search
         asks it thousands of times."""
-        fetched, cost, copy_cost, sent_cost = (
-            self.from_host,
-            constants.COLLECTIVE_COST,
-            self.copy_cost,
-            constants.SENT_COST,
-        )
+        fetched, copy_cost = self.from_host, self.copy_cost
+        cost, sent_cost = constants.COLLECTIVE_COST, constants.SENT_COST
         share = 1.0 if self.shares_host else 0.0
 
         def wait(busy: float, sent: float) -> float:
@@ -223,7 +219,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
         copies = own * launch * constants.OFFLOADED_GRADIENT_S[levers.engine]
         to_host = link.host(FP32 * weights.trainable_numel // world) + copies
     host, again = gathers * launch * gather_s, levers.checkpointing.layers
-    waits = levers.checkpointing.offload and link.host(activations(shape, levers, hardware.gpu).host_kept)
+    waits = link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0
     is_beside = levers.compile == "layers"
     return Traffic(
         gathered=link.ring(whole, world) + link.latency(gathers),
