@@ -2,16 +2,17 @@
 
     python benchmarks/fast.py prepare DIR [--only PART,PART]     # on the desk: a plan for each job and side
     python benchmarks/fast.py predict DIR > predicted.json       # on the desk: what the plans say, before anything runs
-    python benchmarks/fast.py run DIR --out rows.jsonl [--only PART,PART] [--until SECONDS]               # on a GPU
+    python benchmarks/fast.py run DIR --out rows.jsonl [--only PART,PART] [--until SECONDS] [--at-once 4]     # on a GPU
     python benchmarks/fast.py page                        # docs/fast.md from benchmarks/data/h200-fast.jsonl
 
 A job is a training as a user would ask for it; a side is a way to run it: `planned` is the plan's own choice, `eager`
 the plan without compiled layers, selected parts or fused kernels, `full` with every layer recomputed, `auto` with what
 layers keep on the host too; and on a single GPU the loops of `plain_loop.py`. They run in turn, in processes of their
 own that are forked from one which has torch loaded, and each row has the medians of `STEPS` steps after `WARM_UP` that
-do not count. Weights are one block of random numbers over and over, since drawing billions of them takes longer than
-the steps. Collectives are free: the process group is torch's fake one. A job for a smaller card runs under a cap of its
-size.
+do not count. Several may start together (`--at-once`), as far as the card's memory goes: each waits after its warm-up
+until the others have had theirs, and then has the card to itself. Weights are one block of random numbers over and
+over, since drawing billions of them takes longer than the steps. Collectives are free: the process group is torch's
+fake one. A job for a smaller card runs under a cap of its size.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from blocks import fill, write_or_check
 
 GIB = 2**30
 STEPS, WARM_UP = 20, 4
+ROOM_GIB, PEER_GIB = 125, 60  # for all that start together; what a plain loop may hold
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "fast.md"
 WORTH_A_WORD = ("layers", "fused")
@@ -119,7 +121,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="pieces of the names of folders, which are jobs and sides")
     parser.add_argument("--limit-s", type=int, default=150)
-    parser.add_argument("--peers", action="store_true", help="after each planned side the loops by hand; one GPU only")
+    parser.add_argument("--peers", action="store_true", help="after a planned side on one GPU the loops by hand")
+    parser.add_argument("--at-once", type=int, default=1, help="how many start together; each is timed alone")
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which nothing more is begun")
     args = parser.parse_args()
     {"prepare": prepare, "predict": predict, "run": run, "page": page}[args.what](args)
@@ -191,14 +194,17 @@ def run(args: argparse.Namespace) -> None:
 
     assert not torch.cuda.is_initialized(), "a fork cannot share a CUDA context"
     began = time.monotonic()
-    for place in places_of(args.path):
-        if not is_wanted(place, args.only):
-            continue
+    wanted = [place for place in places_of(args.path) if is_wanted(place, args.only)]
+    sides = [(place, side) for place in wanted for side in sides_at(place, peers=args.peers)]
+    for together in batches(sides, args.at_once):
         if time.monotonic() - began > args.until:
-            print(place, "was not begun", flush=True)
+            print(*together, "were not begun", flush=True)
             continue
-        for side in (place.name, *(plain_loop.SIDES if args.peers and place.name == "planned" else ())):
-            row = rehearse(place, side, args.limit_s)
+        started = [Side(place, side) for place, side in together]
+        for side in started:
+            side.wait_until_warm(args.limit_s)
+        for side in started:
+            row = side.measure(args.limit_s)
             with args.out.open("a") as out:
                 out.write(json.dumps(row) + "\n")
             names = ("median_s", "tokens_per_s", "peak_gib", "predicted_peak_gib")
@@ -206,69 +212,134 @@ def run(args: argparse.Namespace) -> None:
             print(row["job"], row["side"], shown or row["error"][-600:], row["wall_s"], flush=True)
 
 
-def rehearse(place: Path, side: str, limit_s: int) -> dict[str, Any]:
-    """One side, in a fork of this process."""
-    shutil.rmtree(place / "run", ignore_errors=True)  # events are appended to what is there
-    log, found, began = place / f"{side}.txt", place / "loop.json", time.monotonic()
-    found.unlink(missing_ok=True)
-    cap, orders = int((place / "cap").read_text()), json.loads((place / "worker.json").read_text())
-    pid = os.fork()
-    if pid == 0:
+def sides_at(place: Path, *, peers: bool) -> tuple[str, ...]:
+    has_peers = peers and place.name == "planned" and "one_GPU" in place.parent.name
+    return (place.name, *(plain_loop.SIDES if has_peers else ()))
+
+
+def batches(sides: list[tuple[Path, str]], at_once: int) -> list[list[tuple[Path, str]]]:
+    """As many together as were asked for and as the card's memory holds."""
+    found: list[list[tuple[Path, str]]] = []
+    held = 0.0
+    for place, side in sides:
+        orders = json.loads((place / "worker.json").read_text())
+        holds = PEER_GIB if side in plain_loop.SIDES else orders["predicted"]["gpu"]["required_bytes"] / GIB
+        if not found or len(found[-1]) == at_once or held + holds > ROOM_GIB:
+            found.append([])
+            held = 0.0
+        found[-1].append((place, side))
+        held += holds
+    return found
+
+
+class Side:
+    """A worker or a loop, in a fork of this process. It stops after its warm-up, until it is told to go on."""
+
+    def __init__(self, place: Path, side: str) -> None:
+        if side not in plain_loop.SIDES:
+            shutil.rmtree(place / "run", ignore_errors=True)  # events are appended to what is there
+        self.place, self.side, self.began = place, side, time.monotonic()
+        self.log, self.found = place / f"{side}.txt", place / f"{side}.json"
+        self.warm, self.go = place / f"{side}.warm", place / f"{side}.go"
+        for path in (self.found, self.warm, self.go):
+            path.unlink(missing_ok=True)
+        self.cap = int((place / "cap").read_text())
+        self.orders = json.loads((place / "worker.json").read_text())
+        self.drawn: list[list[float]] = []
+        self.is_running = True
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._work()
+            finally:
+                os._exit(1)
+
+    def _work(self) -> None:
         os.setsid()
-        with log.open("w") as sink:
+        with self.log.open("w") as sink:
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-        if side in plain_loop.SIDES:
-            found.write_text(json.dumps(plain_loop.loop(orders, side, STEPS + WARM_UP)))
+        if self.side in plain_loop.SIDES:
+            looped = plain_loop.loop(self.orders, self.side, STEPS + WARM_UP, self._after_step)
+            self.found.write_text(json.dumps(looped))
             os._exit(0)
         from tightfit.train.__main__ import main as work
+        from tightfit.train.events import Events
 
+        write = Events.write
+
+        def tell(events: Events, event: str, **fields: Any) -> None:
+            write(events, event, **fields)
+            if event == "step":
+                self._after_step(fields["step"])
+
+        Events.write = tell  # type: ignore[method-assign]
         repeat_weights()
-        words = [str(place / "worker.json"), "--rehearse", "--steps", str(STEPS + WARM_UP)]
-        work([*words, "--cap-bytes", str(cap)] if cap else words)
-        os._exit(1)
-    drawn: list[list[float]] = []
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        if time.monotonic() - began > len(drawn) + 1:  # once a second
-            drawn.append(ask_clock_and_power())
-        if time.monotonic() - began > limit_s:
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            break
-        time.sleep(0.1)
-    events = [json.loads(line) for line in _lines(place / "run" / "events.jsonl")]
-    steps = [event for event in events if event["event"] == "step"]
-    row: dict[str, Any] = {
-        "job": place.parent.name,
-        "side": side,
-        "wall_s": round(time.monotonic() - began, 1),
-        "clock_and_power": drawn[-6:],
-    }
-    if side in plain_loop.SIDES:
-        looped = json.loads(found.read_text()) if found.exists() else {"seconds": []}
-        seconds, peak = looped["seconds"][WARM_UP:], looped.get("peak_bytes", 0)
-    else:
-        seconds = [round(event["step_s"], 4) for event in steps[WARM_UP:]]
-        peak = steps[-1]["memory"]["peak_bytes"] if steps else 0
-        row |= {
-            "levers": orders["levers"],
-            "cap_bytes": cap,
-            "predicted_s": orders["predicted"]["step_s"],
-            "predicted_peak_gib": round(orders["predicted"]["gpu"]["peak_bytes"] / GIB, 3),
-            "loss": [event["loss"] for event in steps],
-            "said": [str(event.get("text", "")) for event in events if event["event"] in ("warning", "note")],
+        words = [str(self.place / "worker.json"), "--rehearse", "--steps", str(STEPS + WARM_UP)]
+        work([*words, "--cap-bytes", str(self.cap)] if self.cap else words)
+
+    def _after_step(self, step: int) -> None:
+        if step == WARM_UP:
+            self.warm.touch()
+            while not self.go.exists():
+                time.sleep(0.02)
+
+    def _has_ended(self) -> bool:
+        if self.is_running and os.waitpid(self.pid, os.WNOHANG) != (0, 0):
+            self.is_running = False
+        return not self.is_running
+
+    def _wait(self, until: Any, limit_s: float) -> None:
+        began = asked = time.monotonic()
+        while not self._has_ended() and not until():
+            if time.monotonic() - asked > 1:
+                asked = time.monotonic()
+                self.drawn.append(ask_clock_and_power())
+            if time.monotonic() - began > limit_s:
+                os.killpg(self.pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def wait_until_warm(self, limit_s: float) -> None:
+        self._wait(self.warm.exists, limit_s)
+
+    def measure(self, limit_s: float) -> dict[str, Any]:
+        self.drawn = []
+        self.go.touch()
+        self._wait(lambda: False, limit_s)
+        events = [json.loads(line) for line in _lines(self.place / "run" / "events.jsonl")]
+        steps = [event for event in events if event["event"] == "step"]
+        orders = self.orders
+        row: dict[str, Any] = {
+            "job": self.place.parent.name,
+            "side": self.side,
+            "wall_s": round(time.monotonic() - self.began, 1),
+            "clock_and_power": self.drawn[-6:],
         }
-    if len(seconds) < STEPS:
-        return row | {"error": log.read_text()[-1500:]}
-    tokens = orders["levers"]["seq"] * orders["effective_batch"] // orders["world"]["ranks"]
-    median = statistics.median(seconds)
-    return row | {
-        "seconds": seconds,
-        "median_s": round(median, 4),
-        "tokens_per_s": round(tokens / median),
-        "peak_gib": round(peak / GIB, 3),
-    }
+        if self.side in plain_loop.SIDES:
+            looped = json.loads(self.found.read_text()) if self.found.exists() else {"seconds": []}
+            seconds, peak = looped["seconds"][WARM_UP:], looped.get("peak_bytes", 0)
+        else:
+            seconds = [round(event["step_s"], 4) for event in steps[WARM_UP:]]
+            peak = steps[-1]["memory"]["peak_bytes"] if steps else 0
+            row |= {
+                "levers": orders["levers"],
+                "cap_bytes": self.cap,
+                "predicted_s": orders["predicted"]["step_s"],
+                "predicted_peak_gib": round(orders["predicted"]["gpu"]["peak_bytes"] / GIB, 3),
+                "loss": [event["loss"] for event in steps],
+                "said": [str(event.get("text", "")) for event in events if event["event"] in ("warning", "note")],
+            }
+        if len(seconds) < STEPS:
+            return row | {"error": self.log.read_text()[-1500:]}
+        tokens = orders["levers"]["seq"] * orders["effective_batch"] // orders["world"]["ranks"]
+        median = statistics.median(seconds)
+        return row | {
+            "seconds": seconds,
+            "median_s": round(median, 4),
+            "tokens_per_s": round(tokens / median),
+            "peak_gib": round(peak / GIB, 3),
+        }
 
 
 def ask_clock_and_power() -> list[float]:

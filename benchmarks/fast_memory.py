@@ -6,15 +6,14 @@
     python benchmarks/fast_memory.py compare rows.jsonl                # how far off each was
 
 Real widths and few layers. Each row is a rehearsal of our own worker for three steps, one of `gpus` on one GPU, with
-all levers said. Several run at once, since each process counts its own memory. Those through DeepSpeed come last and
-one after another: the first of a machine builds an optimizer for a minute.
+all levers said. Several start at once, since each process counts its own memory. The first through DeepSpeed on a
+machine builds an optimizer for a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,33 +122,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--at-once", type=int, default=1)
-    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--limit-s", type=int, default=120)
     parser.add_argument("--until", type=float, default=float("inf"))
     parser.add_argument("--later", action="store_true", help="prepare the rows of `LATER`")
     parser.set_defaults(peers=False)
     args = parser.parse_args()
-    if args.what == "run" and args.share is None:
-        shares = [[sys.executable, __file__, *sys.argv[1:], "--share", str(share)] for share in range(args.at_once)]
-        for started in [subprocess.Popen(words) for words in shares]:
-            started.wait()
-    elif args.what == "run":
-        fast.STEPS, fast.WARM_UP = 2, 1
-        every = fast.places_of
-        fast.places_of = lambda folder: share_of(every(folder), args.share, args.at_once)
-        fast.run(args)
-    else:
-        {"prepare": prepare, "predict": fast.predict, "compare": compare}[args.what](args)
+    fast.STEPS, fast.WARM_UP = 2, 1
+    {"prepare": prepare, "predict": fast.predict, "run": fast.run, "compare": compare}[args.what](args)
 
 
 def name_of(row: str) -> str:
     """Of its folder, and in what was measured."""
     return row.replace(" ", "_").replace(",", "")
-
-
-def share_of(places: list[Path], share: int, shares: int) -> list[Path]:
-    last = [place for place in places if "ZeRO" in place.parent.name]
-    return [place for place in places if place not in last][share::shares] + (last if share == 0 else [])
 
 
 def compare(args: argparse.Namespace) -> None:

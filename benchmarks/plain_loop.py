@@ -9,13 +9,14 @@ worker does and is a little faster: the comparison favours the loop.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 SIDES = ("plain", "plain-liger", "plain-compiled", "plain-compiled-liger-loss")
 
 
-def loop(orders: dict[str, Any], side: str, steps: int) -> dict[str, Any]:
-    """Seconds of each step, and the peak. `orders`: the plan's worker.json."""
+def loop(orders: dict[str, Any], side: str, steps: int, after: Callable[[int], None]) -> dict[str, Any]:
+    """Seconds of each step, and the peak. `orders`: the plan's worker.json; `after` is told the number of each step."""
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,7 +49,7 @@ def loop(orders: dict[str, Any], side: str, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     ids = torch.randint(0, 32_000, (levers["micro_batch"], levers["seq"]), device="cuda")
     seconds = []
-    for _ in range(steps):
+    for number in range(1, steps + 1):
         began = time.monotonic()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
@@ -56,4 +57,5 @@ def loop(orders: dict[str, Any], side: str, steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         torch.cuda.synchronize()
         seconds.append(round(time.monotonic() - began, 4))
+        after(number)
     return {"seconds": seconds, "peak_bytes": torch.cuda.max_memory_allocated()}

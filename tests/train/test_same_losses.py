@@ -38,6 +38,8 @@ FULL: dict[str, Any] = {
 }
 OFFLOADED = {"offload_optimizer": "cpu"}
 LORA = {"method": "lora", "precision": "fp32", "lora_rank": 4, "learning_rate": 3e-2}
+SMALL_BUCKETS = {"reduce_bucket": 20_000, "overlap_comm": "on"}
+"""Several of them for one model, as large models have."""
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
@@ -51,12 +53,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero2": {"engine": "zero2", "checkpointing": "select:mlp"},
     "zero3": {"engine": "zero3"},
     "fsdp2": {"engine": "fsdp2"},
-    "zero0 fp32": {"engine": "zero0", "precision": "fp32"},
+    "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
     "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
     "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
     "zero3 fp32 fused": {"engine": "zero3", "precision": "fp32", "loss": "fused"},
     "fsdp2 fp32 fused": {"engine": "fsdp2", "precision": "fp32", "loss": "fused", "checkpointing": "none"},
+    "zero1 fp32 fused": {"engine": "zero1", "precision": "fp32", "loss": "fused", **SMALL_BUCKETS},
     "zero2 offloaded": {"engine": "zero2", **OFFLOADED},
+    "zero2 offloaded fused": {"engine": "zero2", **OFFLOADED, "loss": "fused"},
     "zero3 offloaded": {"engine": "zero3", **OFFLOADED, "offload_param": "cpu", "checkpointing": "full"},
     "fsdp2 offloaded": {"engine": "fsdp2", "offload_param": "cpu", "checkpointing": "full+offload"},
     "zero2 lora": {"engine": "zero2", **LORA},
@@ -73,7 +77,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 mamba compiled": {"engine": "fsdp2", **MAMBA, **COMPILED, "scan": "tightfit"},
 }
 SLOW = (
-    *("ddp lora", "zero0", "zero1", "zero3", "zero0 fp32", "zero1 fp32", "zero2 fp32", "fsdp2 fp32 fused"),
+    *("ddp lora", "zero0", "zero1", "zero3", "zero0 fp32 fused", "zero1 fp32", "zero2 fp32", "fsdp2 fp32 fused"),
     *("zero0 compiled", "zero1 compiled", "zero2 compiled", "zero2 lora compiled", "fsdp2 compiled"),
     *(
         "fsdp2 mamba compiled",

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import prod
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -192,6 +192,16 @@ def linear_cross_entropy(
     return loss
 
 
+class LossAlone(dict[str, Tensor]):
+    """What a model without logits returns. DeepSpeed looks for tensors in tuples, lists and dictionaries: from the
+    loss's hook it learns that a backward pass begins, and whether it is the last of a window. FSDP2 looks into types
+    that torch's trees know alone, and so leaves what the root has gathered where the head put it."""
+
+    @property
+    def loss(self) -> Tensor:
+        return self["loss"]
+
+
 class WindowLoss:
     """The loss of a micro batch as its share of the whole window's mean.
 
@@ -241,7 +251,7 @@ class WindowLoss:
             def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
                 hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **options)[0]
                 head.labels = labels
-                return SimpleNamespace(loss=head(hidden))
+                return LossAlone(loss=head(hidden))
 
             head.forward = MethodType(head_forward, head)
             body.forward = MethodType(forward, body)
