@@ -172,6 +172,7 @@ def test_what_the_compiler_keeps(family: str, method: str, select: tuple[str, ..
         return checkpoint(call, x, use_reentrant=False, context_fn=tags)
 
     tags = None if select is None else inside(call.layer, 0, Checkpointing(layers=None, select=select))
+    torch.compiler.reset()  # it keeps codes by function, and so many for one function
     compiled = torch.compile(run, backend="aot_eager_decomp_partition", dynamic=False, fullgraph=True)
     x = real._Bottom.apply(torch.zeros(1, requires_grad=True), call.x)
     kept = sum(real.saved_storages(lambda: compiled(x), call.leave_out()).values())

@@ -184,7 +184,7 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
     fullest, highest = NOTHING, -1
     for moment in acts.moments:
         gradients = tied_grad + (earlier or (0 if offloaded else reduced))
-        whole = root + own + (ahead if moment.layer or tied else last_ahead)
+        whole = root + own + (ahead if moment.layer else 0 if tied else last_ahead)  # the root is whole already
         total = moment.kept + moment.working_kept + gradients + reducing + whole
         if total > highest:
             highest = total
@@ -205,7 +205,7 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
         moments.append(Peak(acts.kept, acts.stream, beside, head.trainable * FP32, ahead).components(acts.shared))
     return worst(
         *moments,
-        Peak(0, 0, _own_grads(job) + last, embedding.trainable * FP32, root).components(acts.shared),
+        Peak(0, 0, _own_grads(job) + last, embedding.trainable * FP32, 0).components(acts.shared),
     )
 
 

@@ -60,8 +60,10 @@ def layer_tape(block: Block, hidden: int, setting: Setting, input_grad: bool) ->
     x = Slot(layer_input_bytes(block, hidden, setting), input_grad)
     added = block.arrangement in ("post", "sandwich")
     ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors}, adds_norms=added)
-    if block.arrangement == "single":  # x + mixer(norm(x)); an fp32 residual is cast to working precision before it
-        read = ops.norm(ops.cast(x, hidden, setting.width), hidden, block.norm)
+    if block.arrangement == "single":  # x + mixer(norm(x))
+        # An fp32 residual is cast to working precision, and by the norm back again, which inductor leaves out
+        # (`pointless_convert`).
+        read = ops.norm(x if setting.compiled else ops.cast(x, hidden, setting.width), hidden, block.norm)
         out = ops.add(x, _mixer(ops, read, block, hidden))
     elif block.arrangement == "parallel":
         out = _parallel(ops, x, block, hidden)

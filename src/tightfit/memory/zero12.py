@@ -121,7 +121,7 @@ def _backward(job: MemoryJob) -> Components:
         head = acts.head.head_grad + acts.head.fused_grad
         beside = {"gradients": earlier + (head if head in _find_oversized(job) else 0), "buckets": bucket}
     inside = combine(peak.components(acts.shared), beside)
-    return worst(_first_gradient(job, bucket, earlier), inside, _ends(job))
+    return worst(_first_gradient(job, bucket, earlier), _second_gradient(job, bucket, earlier), inside, _ends(job))
 
 
 def at_the_end(job: MemoryJob) -> Components:
@@ -201,6 +201,18 @@ def _first_gradient(job: MemoryJob, bucket: int, earlier: int) -> Components:
         "gradients": earlier + max(head.saved_norm + head.arriving, norm),
         "buckets": bucket,
     }
+
+
+def _second_gradient(job: MemoryJob, bucket: int, earlier: int) -> Components:
+    """The final norm's. With it goes that of the head, if it exceeds the bucket and a fused loss has made it: stage 2
+    cuts it by owner, and joining the pieces is a copy."""
+    acts, grad, width = job.acts, job.acts.head.fused_grad, job.weights.trainable_width
+    part, every = partition(job.weights, job.world).numel, job.weights.trainable_numel
+    if job.levers.engine == "zero1" or job.shape.tied or grad <= job.levers.buckets.reduce_bucket * width:
+        return {}
+    copy = 0 if Owners(every, part).is_one(every - grad // width, every) else grad
+    gradients = earlier + acts.head.saved_norm + grad
+    return {"activations": acts.kept + acts.shared, "gradients": gradients, "buckets": bucket + copy}
 
 
 def _emptying(job: MemoryJob) -> int:
