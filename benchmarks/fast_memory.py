@@ -1,6 +1,6 @@
 """What the worker holds with the levers of speed, against what was predicted: compiled layers, parts that run again.
 
-    python benchmarks/fast_memory.py prepare DIR [--later]             # on the desk: a plan for each row of `ROWS`
+    python benchmarks/fast_memory.py prepare DIR [--rows later]        # on the desk: a plan for each row of `ROWS`
     python benchmarks/fast_memory.py predict DIR > predicted.json      # on the desk, before anything runs
     python benchmarks/fast_memory.py run DIR --out rows.jsonl [--at-once 6] [--only PART,PART]         # on a GPU
     python benchmarks/fast_memory.py compare rows.jsonl                # how far off each was
@@ -112,6 +112,27 @@ LATER: dict[str, dict[str, Any]] = {
                                   "checkpointing": "select:elementwise"},
 }  # fmt: skip
 """Predicted when the first rows had been measured, and the model had learnt from them."""
+AFTER: dict[str, dict[str, Any]] = {
+    "7.6B full, ZeRO-1, full, twice, again": ROWS["7.6B full, ZeRO-1, full, twice"],
+    "7.6B full, ZeRO-1, none, 2 rows": {**ONE_OF_8, "engine": "zero1", "checkpointing": "none", "micro_batch": 2},
+    "7.6B full, ZeRO-2, elementwise": {**ONE_OF_8, "engine": "zero2", "checkpointing": "select:elementwise",
+                                       "micro_batch": 2},
+    "7.6B full, ZeRO-2, none, twice": {**ONE_OF_8, "engine": "zero2", "checkpointing": "none", "accum": 2},
+    "Mistral full, ZeRO-1, mlp, twice": {"model": (MISTRAL_7B, 8), "gpus": "4xH200", "engine": "zero1", "seq": 4096,
+                                         "checkpointing": "select:mlp", "accum": 2},
+    "7B Mamba full, none, 4096": {**ROWS["7B Mamba full, none"], "checkpointing": "none", "seq": 4096},
+    "7B Mamba full, none, 2 rows": {**ROWS["7B Mamba full, none"], "checkpointing": "none", "micro_batch": 2},
+    "7B Mamba full, full, 2 rows": {**ROWS["7B Mamba full, none"], "checkpointing": "full", "micro_batch": 2},
+    "7B Mamba full, elementwise, on the host": {**ROWS["7B Mamba full, none"],
+                                                "checkpointing": "select:elementwise+offload"},
+    "0.5B full, inputs on the host, FSDP2": {"model": (fast.QWEN_HALF_B, 24), "gpus": "4xH200", "engine": "fsdp2",
+                                             "micro_batch": 8, "checkpointing": "full+offload"},
+    "Qwen3 8B LoRA, mlp, on the host": {"model": (QWEN3_8B, 12), "method": "lora", "engine": "ddp", "micro_batch": 2,
+                                        "checkpointing": "select:mlp+offload"},
+    "Gemma-2 9B full, elementwise": {"model": (GEMMA_9B, 6), "gpus": "8xH200", "engine": "fsdp2",
+                                     "checkpointing": "select:elementwise"},
+}  # fmt: skip
+"""Likewise when those of `LATER` had been."""
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 
@@ -124,7 +145,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--limit-s", type=int, default=120)
     parser.add_argument("--until", type=float, default=float("inf"))
-    parser.add_argument("--later", action="store_true", help="prepare the rows of `LATER`")
+    parser.add_argument("--rows", choices=("first", "later", "after"), default="first", help="which to prepare")
     parser.set_defaults(peers=False)
     args = parser.parse_args()
     fast.STEPS, fast.WARM_UP = 2, 1
@@ -152,7 +173,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    for name, row in (LATER if args.later else ROWS).items():
+    for name, row in {"first": ROWS, "later": LATER, "after": AFTER}[args.rows].items():
         wanted = {**USUAL, **row}
         config, layers = wanted.pop("model")
         ranks = int(wanted["gpus"].partition("x")[0])

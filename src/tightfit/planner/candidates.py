@@ -246,15 +246,15 @@ def _list_depths(
 ) -> list[Levers]:
     """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
     are not compiled parts are tried only where none can be: they take twice as long to launch. What is left of
-    compiled ones may wait on the host; that is chosen only for who asks for a selection, until it has been measured."""
+    compiled ones may wait on the host."""
     if not is_searched(levers, pinned):
         return [levers]
-    asked, is_compiled = "checkpointing" in pinned, levers.compile == "layers"
+    asked = "checkpointing" in pinned
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):
         for parts in selections(shape, levers, hardware):
-            places = (False, True) if asked and is_compiled and hardware.gpu.vendor != "cpu" else (False,)
+            places = (False, True) if levers.compile == "layers" and hardware.gpu.vendor != "cpu" else (False,)
             found += [Checkpointing(layers=None, select=parts, offload=offload) for offload in places]
     return [replace(levers, checkpointing=each) for each in found]
 
