@@ -388,23 +388,24 @@ def speed_table() -> str:
         levers = row.get("levers", {})
         way = [levers[name] for name in ("engine", "checkpointing") if name in levers]
         way += [f"{name} {levers[name]}" for name in ("compile", "kernels", "loss") if levers.get(name) in WORTH_A_WORD]
-        held = f"{row['predicted_peak_gib']:.2f}" if levers else "-"
+        held, told = (f"{row[name]:.2f}" if name in row else "-" for name in ("peak_gib", "predicted_peak_gib"))
+        side = f"{row['side']}, weights of zeros" if "weights" in row else row["side"]
         lines.append(
-            f"| {row['job'].replace('_', ' ')} | {row['side']} | {', '.join(way) or '-'} | {row['median_s']:.4f} "
-            f"| {row['tokens_per_s']:,} | {row['peak_gib']:.2f} | {held} |"
+            f"| {row['job'].replace('_', ' ')} | {side} | {', '.join(way) or '-'} | {row['median_s']:.4f} "
+            f"| {row['tokens_per_s']:,} | {held} | {told} |"
         )
     return "\n".join(lines)
 
 
 def memory_table() -> str:
     lines = ["| run | measured, GiB | predicted, GiB | error |", "|---|---|---|---|"]
-    told = json.loads((HERE / "data" / "h200-fast-memory-predicted.json").read_text())["rows"]
-    for line in _lines(HERE / "data" / "h200-fast-memory.jsonl"):
-        row = json.loads(line)
-        if "peak_gib" in row:
-            said = told[row["job"]]["peak_gib"]
-            name = row["job"].replace("_", " ")
-            lines.append(f"| {name} | {row['peak_gib']:.3f} | {said:.3f} | {said / row['peak_gib'] - 1:+.2%} |")
+    for name in ("", "-later", "-after"):
+        told = json.loads((HERE / "data" / f"h200-fast-memory{name}-predicted.json").read_text())["rows"]
+        for line in _lines(HERE / "data" / f"h200-fast-memory{name}.jsonl"):
+            row = json.loads(line)
+            if "peak_gib" in row:
+                said, job = told[row["job"]]["peak_gib"], row["job"].replace("_", " ")
+                lines.append(f"| {job} | {row['peak_gib']:.3f} | {said:.3f} | {said / row['peak_gib'] - 1:+.2%} |")
     return "\n".join(lines)
 
 

@@ -24,7 +24,6 @@ from typing import Any
 HERE = Path(__file__).parent
 ROWS = HERE / "data" / "cpu-scan.jsonl"
 GPU_ROWS = HERE / "data" / "h200-scan.jsonl"
-BACKWARD_ROWS = HERE / "data" / "h200-scan-backward.jsonl"
 OFFICIAL = HERE / "data" / "h200-official-scan.json"
 PAGE = HERE.parent / "docs" / "scan.md"
 TUNING = HERE / "scan_tuning.md"
@@ -170,11 +169,6 @@ GPU_METHOD = (
     "allocated, its output included. Time last is the order in which mamba-ssm wants its inputs; a model has "
     "channels last, and the mixer uses that."
 )
-BY_CUDA = (
-    "The table above is of Triton's kernels, in both directions. With the backward pass of `scan.cu`, of which "
-    "another run on such a card took the medians of 10 (`benchmarks/data/h200-scan-backward.jsonl`), and the forward "
-    "pass of the table:"
-)
 ROOFLINE = (
     "**What binds it.** Each state of each channel needs an exponential a step, and a card does 16 of them a "
     "cycle and processor: the floor is the number of passes times that. There are two passes forward (the state "
@@ -226,19 +220,6 @@ def gpu_table(rows: list[Row], official: list[Row]) -> str:
             f"| {other:.2f} | {both / other:.2f} | {5 * steps * states / EXPONENTIALS_PER_S * 1e3:.2f} | {memory:.2f} "
             f"| {row['kept_gib']:.3f} | {theirs['saved_GiB']:.3f} |"
         )
-    return "\n".join(lines)
-
-
-def cuda_table(rows: list[Row], official: list[Row]) -> str:
-    """With the backward pass of scan.cu, measured by itself."""
-    lines = ["| batch, channels, length | order | backward, ms | ratio |", "|---|---|---|---|"]
-    for back in map(json.loads, BACKWARD_ROWS.read_text(encoding="utf-8").splitlines()):
-        same = (row for row in rows if row["what"] == "scan" and row["order"] == back["order"])
-        forward = next(row["forward_ms"] for row in same if row["shape"] == back["shape"])
-        theirs = official_of(back["shape"], official, "selective_scan_fn")
-        ratio = (forward + back["backward_ms"]) / (theirs["fwd_ms"] + theirs["bwd_ms"])
-        sizes = ", ".join(str(size) for size in back["shape"][:3])
-        lines.append(f"| {sizes} | {back['order']} | {back['backward_ms']:.2f} | {ratio:.2f} |")
     return "\n".join(lines)
 
 
@@ -298,8 +279,6 @@ def page(rows: list[Row], on_gpu: list[Row], official: list[Row]) -> str:
         "## On a GPU",
         GPU_METHOD,
         gpu_table(on_gpu, official),
-        BY_CUDA,
-        cuda_table(on_gpu, official),
         ROOFLINE,
         "![Time against length](scan-lengths.svg)",
         "## The whole mixer",

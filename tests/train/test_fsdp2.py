@@ -1,4 +1,5 @@
-"""FSDP2 hands layers what their authors hand them, in the forward pass and when they recompute.
+"""FSDP2 hands layers what their authors hand them, in the forward pass and when they recompute; and where its gradients
+lie.
 
 `fully_shard` would cast floating-point inputs of a layer to the working precision. Some releases of torch (2.11, and
 not 2.13) do so in the forward pass and not in the recomputation: a layer that reads fp32 (OLMo 2's rotary tables) then
@@ -9,12 +10,16 @@ round it at every layer. The ranks here cast as torch 2.11 does, whichever is in
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from plain import write_examples
 from running import run_ranks, write_plan
 from small_models import config_of
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.thorough
 
@@ -63,3 +68,47 @@ def test_layers_that_read_fp32_train_and_recompute(tmp_path: Path, family: str, 
     assert ran.codes == [0, 0], ran.stderr[0][-3000:]
     assert len(ran.losses) == 2
     assert json.loads(seen.read_text()) == read
+
+
+POOLS = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tightfit.train.engines.fsdp2 import reduce_into_common_pool
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+torch.cuda.set_device(0)
+found = {}
+for common in (False, True):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)]).cuda()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    if common:
+        reduce_into_common_pool(model)
+    x = torch.randn(512, 2048, device="cuda")
+    for _ in range(3):  # what a micro batch adds to the one before is freed while it is being added
+        model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    gradients = [each.grad.to_local().double().sum().item() for each in model.parameters()]
+    others = {each["stream"]: 0 for each in torch.cuda.memory_snapshot()}
+    for each in torch.cuda.memory_snapshot():
+        others[each["stream"]] += each["allocated_size"]
+    found[common] = gradients, sum(size for stream, size in others.items() if stream != 0)
+    del model, x
+    torch.cuda.empty_cache()
+print(json.dumps([found[False], found[True]]))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_lie_where_activations_did() -> None:
+    done = subprocess.run([sys.executable, "-c", POOLS], capture_output=True, text=True, check=True)
+    (apart, beside), (together, left) = json.loads(done.stdout.splitlines()[-1])
+    assert together == pytest.approx(apart, rel=1e-5)
+    assert left < 0.2 * beside

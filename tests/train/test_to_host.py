@@ -101,11 +101,11 @@ def test_on_a_gpu_the_copies_run_beside_the_computation(monkeypatch: pytest.Monk
         compiling.Compiler(Said()).compile(model, how, next(model.parameters()).device)
         for _ in range(3):
             model.zero_grad()
-            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            held = torch.cuda.memory_allocated()
+            held = torch.cuda.memory_allocated() - before
             loss.backward()
-        gradients = [each.grad.float() for each in model.parameters() if each.grad is not None]
+        gradients = [each.grad.float().cpu() for each in model.parameters() if each.grad is not None]
         seen[sends] = float(loss.detach()), gradients, held
     assert seen[True][0] == pytest.approx(seen[False][0], rel=1e-4)
     for sent, stayed in zip(seen[True][1], seen[False][1], strict=True):  # attention adds up as its threads come

@@ -204,11 +204,11 @@ def _first_gradient(job: MemoryJob, bucket: int, earlier: int) -> Components:
 
 
 def _second_gradient(job: MemoryJob, bucket: int, earlier: int) -> Components:
-    """The final norm's. With it goes that of the head, if it exceeds the bucket and a fused loss has made it: stage 2
-    cuts it by owner, and joining the pieces is a copy."""
+    """The final norm's. With it goes that of the head, if it exceeds the bucket and a fused loss has made it: cut by
+    owner, and joining the pieces is a copy."""
     acts, grad, width = job.acts, job.acts.head.fused_grad, job.weights.trainable_width
     part, every = partition(job.weights, job.world).numel, job.weights.trainable_numel
-    if job.levers.engine == "zero1" or job.shape.tied or grad <= job.levers.buckets.reduce_bucket * width:
+    if not _leave_at_once(job) or job.shape.tied or grad <= job.levers.buckets.reduce_bucket * width:
         return {}
     copy = 0 if Owners(every, part).is_one(every - grad // width, every) else grad
     gradients = earlier + acts.head.saved_norm + grad

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
 from tightfit.messages import Message
@@ -50,7 +50,31 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
         groups = [embedding, *groups, [*norms, head]]
     for group in (*groups, model):
         fully_shard(group, **options)
+    if place.on_gpu:
+        reduce_into_common_pool(model)
     mark_for_profilers()
+
+
+def reduce_into_common_pool(model: Any) -> None:
+    """torch's allocator has a pool for each stream, and FSDP2 reduces gradients on a stream of its own. So a rank's
+    share of them lies beside the activations for ever, instead of where the backward pass has freed these: 3.5 GiB on
+    each of 8 ranks for a 7.6B model. Here it comes from the pool of the stream that computes. The other stream has
+    waited for all that this one was given (`foreach_reduce`), and the allocator is told that it writes there."""
+    with suppress(ImportError, AttributeError):  # of older releases
+        private: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+
+        class CommonPool(private.DefaultReduceScatter):  # type: ignore[misc]
+            def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+                reducing = torch.cuda.current_stream(device)
+                with torch.cuda.stream(torch.cuda.default_stream(device)):
+                    made = torch.empty(*size, dtype=dtype, device=device)
+                if reducing != torch.cuda.default_stream(device):
+                    made.record_stream(reducing)
+                return made
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(CommonPool())
 
 
 def mark_for_profilers() -> None:
