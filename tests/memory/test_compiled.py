@@ -113,7 +113,8 @@ def test_rehearsals_of_the_worker(row: dict[str, Any]) -> None:
         pytest.skip("its layers ran as they are written")
     if "wrong" in row:
         pytest.skip(row["wrong"])
-    rows = {fast_memory.name_of(name): each for name, each in (fast_memory.ROWS | fast_memory.LATER | fast_memory.AFTER).items()}
+    every = fast_memory.ROWS | fast_memory.LATER | fast_memory.AFTER
+    rows = {fast_memory.name_of(name): each for name, each in every.items()}
     asked = {**fast_memory.USUAL, **rows[row["job"]]}
     config, layers = asked["model"]
     written = row["levers"]

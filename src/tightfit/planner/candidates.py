@@ -250,11 +250,12 @@ def _list_depths(
     if not is_searched(levers, pinned):
         return [levers]
     asked = "checkpointing" in pinned
+    is_compiled = levers.compile == "layers" and levers.trainer == "tightfit"
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):
         for parts in selections(shape, levers, hardware):
-            places = (False, True) if levers.compile == "layers" and hardware.gpu.vendor != "cpu" else (False,)
+            places = (False, True) if is_compiled and hardware.gpu.vendor != "cpu" else (False,)
             found += [Checkpointing(layers=None, select=parts, offload=offload) for offload in places]
     return [replace(levers, checkpointing=each) for each in found]
 
