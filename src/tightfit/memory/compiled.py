@@ -26,6 +26,8 @@ MOST_READS, MOST_READS_REUSED = 8, 4
 """Inductor's `realize_acc_reads_threshold` and `realize_reads_threshold`: a chain that reads more tensors than this is
 written to memory in between; the second where more than one kernel would compute it."""
 
+BESIDE_SOFTMAX = 3  # what a softmax reads in its backward pass beside gradient and scores: two sums of rows, the mask
+
 Kind = Literal["heavy", "row", "column"]
 """What a kernel does: a product or the like; elementwise work, with sums over rows; sums over all rows, for the
 gradient of a norm's weight."""
@@ -225,8 +227,13 @@ class _Schedule:
             known = {slot: self.sources(self.graph.of(slot)) for slot in op.saves}
             if op.inner and (inner := self.inners.get(self.graph.of(op.outputs[0]))) is not None:
                 known[op.outputs[0]] = {inner}
+            reads = gradient.sources.union(*known.values())
+            if op.rows and len(reads) + BESIDE_SOFTMAX > MOST_READS_REUSED:
+                # A softmax: the product of its output and its gradient is added up by rows, and read again.
+                (product,) = self.launch("row", reads, [op.outputs[0].size])
+                gradient = _Flow({product}, product)
             if op.weight_grad:
-                self.held.update(self.launch("column", gradient.sources.union(*known.values()), [op.weight_grad]))
+                self.held.update(self.launch("column", reads, [op.weight_grad]))
                 weight_grads.append(op.weight_grad)
             for slot, _ in reversed(inputs):
                 # what a product of two keeps of one is for the gradient of the other

@@ -22,6 +22,7 @@ from tightfit.planner.selection import selections
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
     DDP,
+    PARTS,
     STRATEGY,
     Attention,
     AttentionKernel,
@@ -75,6 +76,7 @@ weights (`FP16_UnfusedOptimizer`). ZeRO's stages keep them for flat partitions, 
 one parameter and the start of the next: a checkpoint that has each parameter on its own cannot hold such states."""
 
 SMALL_BUCKETS = (200_000_000, 50_000_000)  # elements of ZeRO's buckets, beside DeepSpeed's own 500 million
+FEW = 2  # parts of a layer that run again: elementwise work and one more
 MOST_MICRO = 256  # sequences in one forward pass: long before that a GPU is busy, and more only take memory
 FRUGAL: dict[str, Any] = {
     "prefetch_bucket": 10_000_000,
@@ -246,17 +248,20 @@ def _list_depths(
 ) -> list[Levers]:
     """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
     are not compiled parts are tried only where none can be: they take twice as long to launch. What is left of
-    compiled ones may wait on the host."""
+    compiled ones may wait on the host. Unless a selection was asked for, that is tried with few parts that run again,
+    and with all but the mixer: which of these is better depends on the link, and in between is nothing to gain."""
     if not is_searched(levers, pinned):
         return [levers]
     asked = "checkpointing" in pinned
-    is_compiled = levers.compile == "layers" and levers.trainer == "tightfit"
+    can_send = levers.compile == "layers" and levers.trainer == "tightfit" and hardware.gpu.vendor != "cpu"
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):
         for parts in selections(shape, levers, hardware):
-            places = (False, True) if is_compiled and hardware.gpu.vendor != "cpu" else (False,)
-            found += [Checkpointing(layers=None, select=parts, offload=offload) for offload in places]
+            found.append(Checkpointing(layers=None, select=parts))
+            is_worth_sending = asked or len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}
+            if can_send and is_worth_sending:
+                found.append(Checkpointing(layers=None, select=parts, offload=True))
     return [replace(levers, checkpointing=each) for each in found]
 
 
@@ -327,10 +332,11 @@ def _buffers(buckets: Buckets) -> tuple[int, int]:
 
 
 def complexity(levers: Levers, world: int) -> tuple[int, ...]:
-    """Which of two equally fast ways is the simpler: fewer moving parts first."""
+    """Which of two equally fast ways is the simpler: one that needs no room on the host, then fewer moving parts."""
     place = (levers.engine, levers.offload_optimizer, levers.offload_param)
     depth = levers.checkpointing
     return (
+        int(depth.offload or place[1:] != ("none", "none")),
         _PLACES.index(place) if place in _PLACES else len(_PLACES),
         int(levers.buckets != Buckets()),
         int(levers.loss != "plain"),
