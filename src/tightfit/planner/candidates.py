@@ -76,6 +76,7 @@ weights (`FP16_UnfusedOptimizer`). ZeRO's stages keep them for flat partitions, 
 one parameter and the start of the next: a checkpoint that has each parameter on its own cannot hold such states."""
 
 SMALL_BUCKETS = (200_000_000, 50_000_000)  # elements of ZeRO's buckets, beside DeepSpeed's own 500 million
+FEW = 2  # parts of a layer that run again: elementwise work and one more
 MOST_MICRO = 256  # sequences in one forward pass: long before that a GPU is busy, and more only take memory
 FRUGAL: dict[str, Any] = {
     "prefetch_bucket": 10_000_000,
@@ -247,8 +248,8 @@ def _list_depths(
 ) -> list[Levers]:
     """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
     are not compiled parts are tried only where none can be: they take twice as long to launch. What is left of
-    compiled ones may wait on the host. Unless a selection was asked for, that is tried with elementwise work that runs
-    again, and with all but the mixer: which is better depends on the link, and in between there is little to gain."""
+    compiled ones may wait on the host. Unless a selection was asked for, that is tried with few parts that run again,
+    and with all but the mixer: which of these is better depends on the link, and in between is nothing to gain."""
     if not is_searched(levers, pinned):
         return [levers]
     asked = "checkpointing" in pinned
@@ -258,7 +259,7 @@ def _list_depths(
     if asked or (tries_parts and levers.stage != 3):
         for parts in selections(shape, levers, hardware):
             found.append(Checkpointing(layers=None, select=parts))
-            is_worth_sending = asked or parts == ELEMENTWISE or set(PARTS).difference(parts) == {"mixer"}
+            is_worth_sending = asked or len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}
             if can_send and is_worth_sending:
                 found.append(Checkpointing(layers=None, select=parts, offload=True))
     return [replace(levers, checkpointing=each) for each in found]
