@@ -38,6 +38,8 @@ STEPS, WARM_UP = 20, 4
 ROOM_GIB, PEER_GIB = 125, 60  # for all that start together; what a plain loop may hold
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "fast.md"
+MEMORY = [HERE / "data" / f"h200-fast-memory{each}" for each in ("", "-later", "-after")]
+"""Sets of rows that `fast_memory.py` predicted (`…-predicted.json`), then measured (`….jsonl`)."""
 WORTH_A_WORD = ("layers", "fused")
 OFF = {"compile": "off", "kernels": "plain"}
 QWEN_HALF_B = {
@@ -399,9 +401,9 @@ def speed_table() -> str:
 
 def memory_table() -> str:
     lines = ["| run | measured, GiB | predicted, GiB | error |", "|---|---|---|---|"]
-    for name in ("", "-later", "-after"):
-        told = json.loads((HERE / "data" / f"h200-fast-memory{name}-predicted.json").read_text())["rows"]
-        for line in _lines(HERE / "data" / f"h200-fast-memory{name}.jsonl"):
+    for rows in MEMORY:
+        told = json.loads(Path(f"{rows}-predicted.json").read_text())["rows"]
+        for line in _lines(Path(f"{rows}.jsonl")):
             row = json.loads(line)
             if "peak_gib" in row:
                 said, job = told[row["job"]]["peak_gib"], row["job"].replace("_", " ")

@@ -20,8 +20,7 @@ from typing import Any
 
 import fast
 
-SETS = ("", "-later", "-after")  # in which rows were predicted, then measured
-MEASURED = [fast.HERE / "data" / f"h200-fast-memory{each}.jsonl" for each in SETS]
+MEASURED = [Path(f"{rows}.jsonl") for rows in fast.MEMORY]
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}  # fmt: skip
 QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,

@@ -65,11 +65,11 @@ def reduce_into_common_pool(model: Any) -> None:
 
         class CommonPool(private.DefaultReduceScatter):  # type: ignore[misc]
             def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-                reducing = torch.cuda.current_stream(device)
-                with torch.cuda.stream(torch.cuda.default_stream(device)):
+                current, computing = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+                with torch.cuda.stream(computing):
                     made = torch.empty(*size, dtype=dtype, device=device)
-                if reducing != torch.cuda.default_stream(device):
-                    made.record_stream(reducing)
+                if current != computing:
+                    made.record_stream(current)
                 return made
 
         for module in model.modules():
