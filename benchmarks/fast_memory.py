@@ -133,6 +133,48 @@ AFTER: dict[str, dict[str, Any]] = {
                                      "checkpointing": "select:elementwise"},
 }  # fmt: skip
 """Likewise when those of `LATER` had been."""
+LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True}  # fmt: skip
+ONE_BILLION = {"model": (LLAMA_1B, 16), "gpus": "4xH200", "micro_batch": 4}
+HALF_BILLION = {"model": (fast.QWEN_HALF_B, 24), "gpus": "4xH200", "micro_batch": 4}
+MISTRAL = {"model": (MISTRAL_7B, 8), "gpus": "4xH200", "seq": 4096}
+QWEN3 = {"model": (QWEN3_8B, 6), "gpus": "8xH200"}
+MAMBA = ROWS["7B Mamba full, none"]
+LAST: dict[str, dict[str, Any]] = {
+    "8B LoRA, mlp, 3 rows": {**LORA, "micro_batch": 3, "checkpointing": "select:mlp"},
+    "8B LoRA, qkv, 4096": {**LORA, "micro_batch": 1, "seq": 4096, "checkpointing": "select:qkv"},
+    "8B LoRA, elementwise of 5, twice": {**LORA, "accum": 2, "checkpointing": "select:elementwise+layers:5"},
+    "8B QLoRA, none": {**LORA, "method": "qlora", "checkpointing": "none"},
+    "8B LoRA, ZeRO-2, elementwise": {**LORA, "engine": "zero2", "gpus": "4xH200", "checkpointing": "select:elementwise"},
+    "1B full, FSDP2, none, twice": {**ONE_BILLION, "engine": "fsdp2", "checkpointing": "none", "accum": 2},
+    "1B full, ZeRO-1, elementwise": {**ONE_BILLION, "engine": "zero1", "checkpointing": "select:elementwise"},
+    "1B full, ZeRO-2, full, twice": {**ONE_BILLION, "engine": "zero2", "checkpointing": "full", "accum": 2},
+    "1B full, one GPU, mlp": {**ONE_BILLION, "gpus": "1xH200", "engine": "ddp", "checkpointing": "select:mlp"},
+    "0.5B full, ZeRO-1, none, twice": {**HALF_BILLION, "engine": "zero1", "checkpointing": "none", "accum": 2},
+    "0.5B full, ZeRO-2, mlp, 4096": {**HALF_BILLION, "engine": "zero2", "seq": 4096, "checkpointing": "select:mlp"},
+    "7.6B full, elementwise, 2 rows, twice": {**ONE_OF_8, "micro_batch": 2, "accum": 2,
+                                              "checkpointing": "select:elementwise"},
+    "7.6B full, ZeRO-1, elementwise, twice": {**ONE_OF_8, "engine": "zero1", "accum": 2,
+                                              "checkpointing": "select:elementwise"},
+    "7.6B full, ZeRO-2, mlp, 4096": {**ONE_OF_8, "engine": "zero2", "seq": 4096, "checkpointing": "select:mlp"},
+    "Mistral full, FSDP2, none": {**MISTRAL, "engine": "fsdp2", "checkpointing": "none"},
+    "Mistral full, ZeRO-2, elementwise, twice": {**MISTRAL, "engine": "zero2", "accum": 2,
+                                                 "checkpointing": "select:elementwise"},
+    "Qwen3 8B full, none, 2 rows": {**QWEN3, "engine": "fsdp2", "micro_batch": 2, "checkpointing": "none"},
+    "Qwen3 8B full, ZeRO-2, mlp, twice": {**QWEN3, "engine": "zero2", "accum": 2, "checkpointing": "select:mlp"},
+    "Qwen3 8B LoRA, elementwise, on the host, 4096": {"model": (QWEN3_8B, 12), "method": "lora", "engine": "ddp",
+                                                      "seq": 4096, "checkpointing": "select:elementwise+offload"},
+    "32B LoRA, elementwise, on the host": {**ROWS["32B LoRA, none"], "checkpointing": "select:elementwise+offload"},
+    "7B Mamba full, elementwise, 2 rows": {**MAMBA, "micro_batch": 2, "checkpointing": "select:elementwise"},
+    "7B Mamba full, full, twice": {**MAMBA, "accum": 2, "checkpointing": "full"},
+    "7B Mamba LoRA, none": {**MAMBA, "gpus": "1xH200", "engine": "ddp", "method": "lora", "checkpointing": "none"},
+    "Gemma-2 9B LoRA, elementwise": {"model": (GEMMA_9B, 10), "method": "lora", "engine": "ddp",
+                                     "checkpointing": "select:elementwise"},
+    "Gemma-2 9B full, full, 2 rows": {"model": (GEMMA_9B, 6), "gpus": "8xH200", "engine": "fsdp2", "micro_batch": 2,
+                                      "checkpointing": "full"},
+}  # fmt: skip
+"""Likewise when those of `AFTER` had been."""
+SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 
@@ -145,7 +187,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--limit-s", type=int, default=120)
     parser.add_argument("--until", type=float, default=float("inf"))
-    parser.add_argument("--rows", choices=("first", "later", "after"), default="first", help="which to prepare")
+    parser.add_argument("--rows", choices=tuple(SETS), default="first", help="which to prepare")
     parser.set_defaults(peers=False)
     args = parser.parse_args()
     fast.STEPS, fast.WARM_UP = 2, 1
@@ -173,7 +215,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    for name, row in {"first": ROWS, "later": LATER, "after": AFTER}[args.rows].items():
+    for name, row in SETS[args.rows].items():
         wanted = {**USUAL, **row}
         config, layers = wanted.pop("model")
         ranks = int(wanted["gpus"].partition("x")[0])
