@@ -174,7 +174,42 @@ LAST: dict[str, dict[str, Any]] = {
                                       "checkpointing": "full"},
 }  # fmt: skip
 """Likewise when those of `AFTER` had been."""
-SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST}
+QWEN3_LORA = {"model": (QWEN3_8B, 12), "method": "lora"}
+GEMMA_LORA = {"model": (GEMMA_9B, 10), "method": "lora", "engine": "ddp"}
+GEMMA_FULL = {"model": (GEMMA_9B, 6), "gpus": "8xH200", "engine": "fsdp2"}
+AGAIN: dict[str, dict[str, Any]] = {
+    "8B LoRA, mlp of 4, 1024, 6 rows": {**LORA, "seq": 1024, "micro_batch": 6, "checkpointing": "select:mlp+layers:4"},
+    "8B LoRA, ZeRO-2, none, twice": {**LORA, "engine": "zero2", "gpus": "4xH200", "accum": 2, "checkpointing": "none"},
+    "8B LoRA, ZeRO-1, mlp": {**LORA, "engine": "zero1", "gpus": "4xH200", "checkpointing": "select:mlp"},
+    "8B QLoRA, mlp, 4096": {**LORA, "method": "qlora", "micro_batch": 1, "seq": 4096, "checkpointing": "select:mlp"},
+    "1B full, FSDP2, elementwise, 8 rows": {**ONE_BILLION, "engine": "fsdp2", "seq": 1024, "micro_batch": 8,
+                                            "checkpointing": "select:elementwise"},
+    "1B full, ZeRO-2, mlp, 8192": {**ONE_BILLION, "engine": "zero2", "seq": 8192, "micro_batch": 1,
+                                   "checkpointing": "select:mlp"},
+    "0.5B full, FSDP2, full, twice, 4096": {**HALF_BILLION, "engine": "fsdp2", "seq": 4096, "accum": 2,
+                                            "checkpointing": "full"},
+    "7.6B full, mlp of 4, twice": {**ONE_OF_8, "accum": 2, "checkpointing": "select:mlp+layers:4"},
+    "7.6B full, none, twice": {**ONE_OF_8, "accum": 2, "checkpointing": "none"},
+    "7.6B full, ZeRO-2, elementwise, twice": {**ONE_OF_8, "engine": "zero2", "accum": 2,
+                                              "checkpointing": "select:elementwise"},
+    "Mistral full, FSDP2, elementwise, twice": {**MISTRAL, "engine": "fsdp2", "accum": 2,
+                                                "checkpointing": "select:elementwise"},
+    "Mistral QLoRA, qkv": {**MISTRAL, "gpus": "1xH200", "method": "qlora", "engine": "ddp",
+                           "checkpointing": "select:qkv"},
+    "Qwen3 8B full, elementwise, on the host": {**QWEN3, "engine": "fsdp2",
+                                                "checkpointing": "select:elementwise+offload"},
+    "Qwen3 8B LoRA, FSDP2, none, 2 rows": {**QWEN3_LORA, "gpus": "4xH200", "engine": "fsdp2", "micro_batch": 2,
+                                           "checkpointing": "none"},
+    "32B LoRA, full, 4 rows": {**ROWS["32B LoRA, none"], "micro_batch": 4, "checkpointing": "full"},
+    "7B Mamba full, inputs on the host, 2 rows": {**MAMBA, "micro_batch": 2, "checkpointing": "full+offload"},
+    "7B Mamba LoRA, none, again": LAST["7B Mamba LoRA, none"],
+    "7B Mamba LoRA, elementwise, 2 rows": {**LAST["7B Mamba LoRA, none"], "micro_batch": 2,
+                                           "checkpointing": "select:elementwise"},
+    "Gemma-2 9B LoRA, elementwise, 2 rows": {**GEMMA_LORA, "micro_batch": 2, "checkpointing": "select:elementwise"},
+    "Gemma-2 9B full, none, 2 rows": {**GEMMA_FULL, "micro_batch": 2, "checkpointing": "none"},
+}  # fmt: skip
+"""Likewise when those of `LAST` had been."""
+SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 

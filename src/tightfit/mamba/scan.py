@@ -96,9 +96,12 @@ def _ungroup(tensor: Tensor) -> Tensor:
     return tensor[:, 0] if one_group else tensor
 
 
-@cache
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Known beforehand: a compiler that traces the scan cannot look."""
+
+
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return HAS_TRITON
 
 
 @cache

@@ -39,6 +39,7 @@ class _Piece(NamedTuple):
     reads: frozenset[int]
     write: int
     shifts: bool  # from elements at other places, too: it cannot be written over what it reads
+    is_first: bool  # in a loop over the row of its own, after which another goes over it again
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +106,18 @@ class _Schedule:
         self.inners: dict[Value, int] = {}
 
     def launch(
-        self, kind: Kind, reads: Iterable[int], sizes: Iterable[int], temp: int = 0, *, shifts: bool = False
+        self,
+        kind: Kind,
+        reads: Iterable[int],
+        sizes: Iterable[int],
+        temp: int = 0,
+        *,
+        shifts: bool = False,
+        is_first: bool = False,
     ) -> list[int]:
         writes = [self.buffer(size) for size in sizes]
         known = set(reads)
-        pieces = [_Piece(frozenset(known), write, shifts) for write in writes] if kind == "row" else []
+        pieces = [_Piece(frozenset(known), write, shifts, is_first) for write in writes] if kind == "row" else []
         self.kernels.append(Launch(len(self.kernels), kind, known, writes, temp, pieces))
         return writes
 
@@ -230,7 +238,7 @@ class _Schedule:
             reads = gradient.sources.union(*known.values())
             if op.rows and len(reads) + BESIDE_SOFTMAX > MOST_READS_REUSED:
                 # A softmax: the product of its output and its gradient is added up by rows, and read again.
-                (product,) = self.launch("row", reads, [op.outputs[0].size])
+                (product,) = self.launch("row", reads, [op.outputs[0].size], is_first=True)
                 gradient = _Flow({product}, product)
             if op.weight_grad:
                 self.held.update(self.launch("column", reads, [op.weight_grad]))
@@ -254,6 +262,12 @@ class _Schedule:
                 weight_grads.append(op.weight_grad)
             for slot, size in inputs:
                 (made,) = self.launch("heavy", [arrived], [size], op.backward_temp)
+                self._add(gradients, slot, _Flow({made}, made))
+            return
+        if len(op.inputs) == 2 and op.saves == op.inputs:  # a product of two, whose second gradient is computed first
+            for slot, size in reversed(inputs):
+                others = [buffer for each, buffer in zip(op.saves, kept, strict=True) if each is not slot]
+                (made,) = self.launch("heavy", [arrived, *others], [size], op.backward_temp)
                 self._add(gradients, slot, _Flow({made}, made))
             return
         sizes = [size for _, size in inputs] + ([op.weight_grad] if op.weight_grad else [])
@@ -305,7 +319,7 @@ class _Schedule:
                 continue
             for old in piece.reads:
                 if old in ending and old not in taken and old not in self.fixed:
-                    readers = sum([old in other.reads for other in kernel.pieces])
+                    readers = sum([old in other.reads and not other.is_first for other in kernel.pieces])
                     if readers == 1 and self.sizes[old] == self.sizes[piece.write]:
                         taken.add(old)
                         break

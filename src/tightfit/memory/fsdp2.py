@@ -201,8 +201,10 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, head: Group) -> Co
         job.world > 1 and not tied
     ):  # likewise the head's, when the layers have kept all; the first of them is on its way
         above = head.largest * width if head.trainable else 0
-        beside = above + (earlier or (0 if offloaded else share(head.trainable * shard, job.world)))
+        beside = above + earlier + (0 if offloaded else share(head.trainable * shard, job.world))
         moments.append(Peak(acts.kept, acts.stream, beside, head.trainable * FP32, ahead).components(acts.shared))
+    if earlier:  # what has been reduced is then added to what earlier micro batches left
+        last += share(embedding.trainable * shard, job.world)
     return worst(
         *moments,
         Peak(0, 0, _own_grads(job) + last, embedding.trainable * FP32, 0).components(acts.shared),

@@ -10,6 +10,7 @@ parameters: its gradients come last.
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -57,8 +58,10 @@ def at_the_loss(job: MemoryJob) -> Components:
 
 
 def at_the_top(job: MemoryJob) -> Components:
-    """The bucket comes with the first gradient, which is the embedding's where that trains alone."""
-    bucket = _bucket(job) if job.levers.trains != "embeddings" else 0
+    """The bucket comes with the first gradient: the embedding's where that trains alone, and where adapters of
+    compiled layers train, when the top layer is done."""
+    later = job.levers.trains == "embeddings" or (job.acts.setting.compiled and job.levers.method != "full")
+    bucket = 0 if later else _bucket(job)
     return combine(_persistent(job), {"gradients": _earlier(job), "buckets": bucket})
 
 
@@ -121,6 +124,12 @@ def _backward(job: MemoryJob) -> Components:
         head = acts.head.head_grad + acts.head.fused_grad
         beside = {"gradients": earlier + (head if head in _find_oversized(job) else 0), "buckets": bucket}
     inside = combine(peak.components(acts.shared), beside)
+    if acts.setting.compiled and levers.method != "full":
+        # the bucket comes with the first gradients, and those of a compiled layer's adapters come when it is done
+        top, resting = acts.moments[0], _waiting(job)
+        begins = Peak(top.kept, top.working_kept, resting["gradients"], resting["buckets"]).components(acts.shared)
+        rest = replace(acts, moments=acts.moments[1:])
+        inside = worst(begins, combine(peak_with_accumulation(rest, 0, 0, earlier).components(acts.shared), beside))
     return worst(_first_gradient(job, bucket, earlier), _second_gradient(job, bucket, earlier), inside, _ends(job))
 
 
