@@ -7,7 +7,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any
@@ -74,11 +74,6 @@ def reduce_into_common_pool(model: Any) -> None:
                 stays = all(each.grad is None and each.dtype == dtype and each.device == device for each in parameters)
                 with torch.cuda.stream(torch.cuda.default_stream(device) if stays else None):
                     return torch.empty(*size, dtype=dtype, device=device)
-
-            def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **rest: Any) -> Any:
-                if dist.get_backend(group) == "fake":  # a rehearsal's, which writes nothing: this memory has been used
-                    output_tensor.copy_(input_tensor[: len(output_tensor)])
-                return super().__call__(output_tensor, input_tensor, group, *args, **rest)
 
         for module in model.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
