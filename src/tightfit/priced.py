@@ -201,7 +201,10 @@ ENGINES: dict[Engine, Said] = {
 
 def strategy_name(levers: Levers) -> Said:
     """`ZeRO-3, optimizer + weights on CPU`."""
-    engine, optimizer, param = ENGINES[levers.engine], levers.offload_optimizer, levers.offload_param
+    engine: Said = ENGINES[levers.engine]
+    if levers.shard_within:
+        engine = Message("plan.in-groups", engine=engine, size=levers.shard_within)
+    optimizer, param = levers.offload_optimizer, levers.offload_param
     places = {"cpu": "CPU", "nvme": "NVMe"}
     if param == optimizer:
         return engine if param == "none" else Message("plan.one-place", engine=engine, place=places[param])

@@ -508,6 +508,14 @@ class Levers:
     offload_param: Offload = lever(
         "none", "where the weights live between uses, if not on the GPU (none)", "what saves memory"
     )
+    shard_within: int = lever(
+        0,
+        "GPUs that share one copy of the weights, such as those of a node, so that the network between nodes carries "
+        "gradients: FSDP2's hybrid sharding, and for the backward pass ZeRO-3's hpZ (0: all of them)",
+        "what saves memory",
+        least=0,
+        most=65_536,
+    )
     checkpointing: Checkpointing = lever(
         Checkpointing(layers=None),
         "which layers, or which parts of them, keep no activations and compute them again (full)",
@@ -588,6 +596,15 @@ class Levers:
     def shards_parameters(self) -> bool:
         """Whether a GPU holds a part of the weights alone between uses."""
         return self.engine in (ZERO3, FSDP2)
+
+    def shards(self, world: int) -> int:
+        """How many of these ranks share what an engine cuts up: states, gradients, and the weights of FSDP2."""
+        return self.shard_within if self.is_fsdp2 and self.shard_within else world
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks among which each exchanges tensors."""
+        return 2 if self.shard_within else 1
 
     @property
     def trains_base(self) -> bool:

@@ -1,8 +1,9 @@
 """Saved under one engine, stage and number of ranks, loaded under another: every bit of it, and the run goes on.
 
-Each of four engines saves from two ranks. Each of them, with one, two and three ranks, loads all four and saves them
-again at once: weights, fp32 copies and moments must be the same bytes in the file. The loss of the next step may differ
-by the order in which an engine adds: two parts in a thousand in bf16, as in test_same_losses.
+Each of five engines saves from two ranks, and FSDP2 from four as well, in two groups that have a copy of the model
+each. Each of them, with one, two and three ranks, loads all and saves them again at once: weights, fp32 copies and
+moments must be the same bytes in the file. The loss of the next step may differ by the order in which an engine adds:
+two parts in a thousand in bf16, as in test_same_losses.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from running import edit, run_ranks, write_plan
 
 pytestmark = pytest.mark.thorough
 
-ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-QUICKLY = (("zero3", 1, ("fsdp2",)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
+GROUPS = "fsdp2 in groups"
+ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", GROUPS)
+QUICKLY = (("zero3", 1, ("fsdp2", GROUPS)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
+QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")),)
 """What `make test` has of it: both ways of cutting, each from the other."""
 STEP, TOLERANCE = 2, 2e-3
 FLAGS = {
     "model": "tiny_llama",
     "precision": "bf16",
     "seq": 32,
-    "effective_batch": 6,
+    "effective_batch": 12,
     "micro_batch": 1,
     "max_steps": STEP + 1,
     "learning_rate": 3e-3,
@@ -35,7 +38,8 @@ FLAGS = {
 
 
 def plan_for(folder: Path, world: int, engine: str, **edits: Any) -> Path:
-    return edit(write_plan(folder, world, engine=engine, **FLAGS), training__schedule="constant", **edits)
+    flags = {**FLAGS, "engine": "fsdp2", "shard_within": 2} if engine == GROUPS else {**FLAGS, "engine": engine}
+    return edit(write_plan(folder, world, **flags), training__schedule="constant", **edits)
 
 
 Saved = Callable[[str], tuple[Path, float]]
@@ -48,9 +52,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def save(engine: str) -> tuple[Path, float]:
         folder = tmp_path_factory.mktemp("saved") / engine
-        plan_for(folder, 2, engine, saving__every_steps=1, saving__keep_last=5)
+        world = 4 if engine == GROUPS else 2
+        plan_for(folder, world, engine, saving__every_steps=1, saving__keep_last=5)
         ran = run_ranks(folder, "--no-probe")
-        assert ran.codes == [0, 0], "\n".join(ran.stderr)
+        assert ran.codes == [0] * world, "\n".join(ran.stderr)
         return ran.folder / "checkpoints" / f"step-{STEP:08d}", ran.losses[STEP]
 
     return save
@@ -65,7 +70,11 @@ def tensors(folder: Path) -> dict[str, bytes]:
     ("engine", "world", "sources"),
     [
         *QUICKLY,
-        *(pytest.param(engine, world, ENGINES, marks=pytest.mark.slow) for engine in ENGINES for world in (1, 2, 3)),
+        *(
+            pytest.param(engine, world, ENGINES, marks=pytest.mark.slow)
+            for engine in ENGINES
+            for world in ((2, 4) if engine == GROUPS else (1, 2, 3))
+        ),
     ],
 )
 def test_any_engine_goes_on_from_any_other(

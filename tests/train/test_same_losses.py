@@ -40,6 +40,8 @@ OFFLOADED = {"offload_optimizer": "cpu"}
 LORA = {"method": "lora", "precision": "fp32", "lora_rank": 4, "learning_rate": 3e-2}
 SMALL_BUCKETS = {"reduce_bucket": 20_000, "overlap_comm": "on"}
 """Several of them for one model, as large models have."""
+GROUPS = {"shard_within": 2, "micro_batch": 1}
+"""Four ranks, two and two."""
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
@@ -53,6 +55,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero2": {"engine": "zero2", "checkpointing": "select:mlp"},
     "zero3": {"engine": "zero3"},
     "fsdp2": {"engine": "fsdp2"},
+    "fsdp2 in groups": {"engine": "fsdp2", "precision": "fp32", **GROUPS},
+    "zero3 in groups": {"engine": "zero3", "precision": "fp32", **GROUPS},
+    "zero3 lora in groups": {"engine": "zero3", **LORA, **GROUPS},
     "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
     "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
     "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
@@ -87,6 +92,7 @@ SLOW = (
         "fsdp2 mamba",
         "zero2 lora",
         "zero3 lora",
+        "zero3 lora in groups",
         "fsdp2",
     ),
 )
@@ -124,7 +130,7 @@ def run_well(folder: Path, *options: str) -> Ran:
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
-    folder = write(tmp_path, 2, **WAYS[way])
+    folder = write(tmp_path, 4 if "shard_within" in WAYS[way] else 2, **WAYS[way])
     expected, norms = reference(folder, WAYS[way])
     ran = run_well(folder, *(["--no-probe"] if way in UNPROBED else []))
     tolerance = TOLERANCE[{**FULL, **WAYS[way]}["precision"]]

@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tightfit.inputs.spelling import nearest
-from tightfit.messages import Choice, Message
+from tightfit.messages import Choice, Listing, Message
 from tightfit.types import (
     DDP,
     PARTS,
@@ -166,6 +166,8 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
             raise ConfigError(Message("inputs.qlora-on-nvme"))
         if levers.lora is not None and levers.lora.dtype == "fp32" and levers.precision != "fp32":
             raise ConfigError(Message("inputs.fp32-on-nvme"))
+    if levers.shard_within and (obstacle := find_group_obstacle(levers)) is not None:
+        raise ConfigError(obstacle)
     micro, depth = levers.micro_batch, shape.n_layers
     if micro * levers.sequence > MOST_TOKENS:
         raise ConfigError(Message("inputs.too-many-tokens", micro=micro, sequence=levers.sequence, most=MOST_TOKENS))
@@ -205,6 +207,31 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
                 raise ConfigError(Message("inputs.no-such-layer", model=shape.name, target=target, hint=hint))
     elif levers.lora is not None and levers.lora.dropout and any(block.lora_on_experts for block in shape.blocks):
         raise ConfigError(Message("inputs.dropout-on-experts", model=shape.name))
+
+
+def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | None:
+    """Why groups of GPUs cannot have a copy of the weights each; None: they can. Of how many GPUs may not be known."""
+    size = levers.shard_within
+    if not levers.shards_parameters:
+        return Message("inputs.groups-need-sharding", size=size, engine=levers.engine)
+    if levers.is_fsdp2 and levers.trainer != "tightfit":
+        return Message("inputs.groups-are-ours", size=size)
+    if levers.stage == 3 and (levers.offload_param != "none" or levers.method == "qlora"):
+        return Message("inputs.no-second-copy", size=size)
+    if world is not None and world % size:
+        return Message("inputs.groups-divide", size=size, world=world, sizes=Listing(map(str, divisors(world)), "or"))
+    return None
+
+
+def check_groups(levers: Levers, world: int) -> None:
+    """Raise where the GPUs cannot be put into groups as the levers say."""
+    if levers.shard_within and (obstacle := find_group_obstacle(levers, world)) is not None:
+        raise ConfigError(obstacle)
+
+
+def divisors(number: int) -> list[int]:
+    """Those that make groups of more than one."""
+    return [size for size in range(2, number + 1) if number % size == 0]
 
 
 def find_ddp_obstacle(levers: Levers) -> Message | None:

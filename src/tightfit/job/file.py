@@ -34,7 +34,18 @@ from tightfit.job.training import FIELDS as EVERY_FIELDS
 from tightfit.job.training import Translated, translate, translate_saving
 from tightfit.messages import Choice, Language, Listing, Message, Said, text
 from tightfit.model.load import load_model, shape_from_fields
-from tightfit.types import ZERO3, ConfigError, Hardware, HardwareError, Levers, ModelError, ModelShape, UserError
+from tightfit.types import (
+    FSDP2,
+    ZERO3,
+    ConfigError,
+    Engine,
+    Hardware,
+    HardwareError,
+    Levers,
+    ModelError,
+    ModelShape,
+    UserError,
+)
 
 JOB_FLAGS: Mapping[str, str] = {
     "model": "model",
@@ -236,7 +247,8 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     """The user's part of the levers: what changes the result, and the free levers that were pinned.
 
     The rest has its defaults, for the planner to change. Where the engine is not pinned but an offload is, it
-    stands at zero3, which does every kind. With `file`, sentences name its fields instead of flags.
+    stands at zero3, which does every kind; where groups of GPUs are, at fsdp2. With `file`, sentences name its fields
+    instead of flags.
     """
     said = {lever.flag: field_at(job, lever.path) for lever in LEVERS.values() if not (lever.free or lever.block)}
     if job.method != "full":
@@ -244,7 +256,10 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
         said["lora_targets"] = job.lora.targets if isinstance(job.lora.targets, str) else ",".join(job.lora.targets)
         said["adapter_dtype"] = adapter_dtype_of(job)
     offloads = {job.levers.get(name, "none") for name in ("offload_optimizer", "offload_param")}
-    base = Levers(engine="zero0" if offloads == {"none"} else ZERO3)
+    engine: Engine = "zero0" if offloads == {"none"} else ZERO3
+    if job.levers.get("shard_within"):
+        engine = FSDP2 if job.trainer == "tightfit" else ZERO3
+    base = Levers(engine=engine)
     try:
         levers = levers_from_flags({**said, **job.levers}, shape, base)
     except ConfigError as error:

@@ -54,7 +54,7 @@ def estimate(
     }
     on_host = {name: Phase(name, parts) for name, parts in host.phases(job).items()}
     nvme = host.nvme_bytes(job) if levers.stage == 3 else 0
-    on_gpu, of_host = sum_up(phases, on_host, world, hardware, nvme)
+    on_gpu, of_host = sum_up(phases, on_host, world, hardware, nvme, levers.groups)
     engine_says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
     usable = (overhead.usable(gpu.memory_bytes, on_gpu.overhead),) if gpu else ()
     because = (*overhead.reasons(phases, on_gpu.peak_phase, engine_says), *usable)
@@ -67,11 +67,12 @@ def sum_up(
     world: int,
     hardware: Hardware | None,
     nvme_bytes: int,
+    groups: int = 1,
 ) -> tuple[GpuFootprint, HostFootprint]:
     """What the phases of a rank come to, with its files on NVMe."""
     peak_phase = max(TRAINING, key=lambda name: gpu[name].total_bytes)
     peak, init = gpu[peak_phase].total_bytes, gpu["init"].total_bytes
-    extra = overhead.beside(max(peak, init), world, hardware.gpu if hardware else None)
+    extra = overhead.beside(max(peak, init), world, hardware.gpu if hardware else None, groups)
     ranks = min(world, hardware.gpus_per_node if hardware else world)
     per_rank = max(phase.total_bytes for phase in on_host.values())
     return GpuFootprint(

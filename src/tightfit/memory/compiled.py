@@ -266,8 +266,8 @@ class _Schedule:
             return
         if len(op.inputs) == 2 and op.saves == op.inputs:  # a product of two, whose second gradient is computed first
             for slot, size in reversed(inputs):
-                others = [buffer for each, buffer in zip(op.saves, kept, strict=True) if each is not slot]
-                (made,) = self.launch("heavy", [arrived, *others], [size], op.backward_temp)
+                factors = [buffer for each, buffer in zip(op.saves, kept, strict=True) if each is not slot]
+                (made,) = self.launch("heavy", [arrived, *factors], [size], op.backward_temp)
                 self._add(gradients, slot, _Flow({made}, made))
             return
         sizes = [size for _, size in inputs] + ([op.weight_grad] if op.weight_grad else [])

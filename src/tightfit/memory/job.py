@@ -21,7 +21,7 @@ class MemoryJob:
     shape: ModelShape
     levers: Levers
     depth: Checkpointing  # which layers recompute: as the levers say, or as is asked instead
-    world: int
+    world: int  # ranks among which states, gradients and weights are shared out
     weights: Weights
     acts: Activations
     workspaces: int
@@ -58,7 +58,7 @@ def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, *, 
         shape=shape,
         levers=levers,
         depth=levers.checkpointing,
-        world=world,
+        world=levers.shards(world),
         weights=weights,
         acts=activations(shape, levers, gpu),
         workspaces=0 if on_cpu else 2 * CUBLAS_WORKSPACE["hopper" if hopper else "other"],

@@ -18,13 +18,14 @@ SAVED_PIECE_BYTES = 64 * 2**20
 """What saving moves to the host at a time (`HOST_BYTES` of train/saved_model.py), in fp32."""
 
 
-def beside(peak: int, world: int, gpu: Gpu | None) -> Components:
-    """What a card has to hold beside tensors. A CPU that stands in has the process itself, and no NCCL's buffers."""
+def beside(peak: int, world: int, gpu: Gpu | None, groups: int = 1) -> Components:
+    """What a card has to hold beside tensors. A CPU that stands in has the process itself, and no NCCL's buffers.
+    `groups`: of ranks among which this one exchanges tensors."""
     on_cpu = gpu is not None and gpu.vendor == "cpu"
     return {
         "allocator_slack": int(peak * ALLOCATOR_SLACK),
         "context": PROCESS_BYTES if on_cpu else CONTEXT_BYTES,
-        "communicator": COMMUNICATOR_BYTES if world > 1 and not on_cpu else 0,
+        "communicator": groups * COMMUNICATOR_BYTES if world > 1 and not on_cpu else 0,
     }
 
 

@@ -41,9 +41,9 @@ def totals_of(footprint: Footprint) -> Totals:
     )
 
 
-def required_bytes(held: int, hardware: Hardware) -> int:
+def required_bytes(held: int, hardware: Hardware, groups: int = 1) -> int:
     """What a card must have for this much: that, and what stands beside it."""
-    return held + sum(overhead.beside(held, hardware.world, hardware.gpu).values())
+    return held + sum(overhead.beside(held, hardware.world, hardware.gpu, groups).values())
 
 
 class Floor(NamedTuple):
@@ -97,7 +97,7 @@ class Scale:
         passes = self.engine.passes(at_depth(self.job, depth))
         steady = self.steady(depth)
         peak = max([steady.step, *[sum(parts.values()) for parts in passes.values()]])
-        required = required_bytes(max(peak, steady.init), self.hardware)
+        required = required_bytes(max(peak, steady.init), self.hardware, self.levers.groups)
         return Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme)
 
     @cached_property

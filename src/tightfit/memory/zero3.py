@@ -144,6 +144,8 @@ def _persistent(job: MemoryJob) -> Components:
     sent = weights.width if release(levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE else width
     packed = share(weights.quantised_bytes - weights.scales_bytes, job.world)
     parts = own.trainable * width + own.frozen * weights.width + packed
+    if levers.shard_within:  # hpZ: once more, among fewer; it comes with the first forward pass and stays
+        parts += share(weights.trainable_numel * width + weights.frozen_bytes, levers.shard_within)
     components: Components = {
         "weights": weights.scales_bytes + (0 if levers.offload_param != "none" else parts),
         "gathered_weights": own.persistent * width,

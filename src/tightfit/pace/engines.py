@@ -80,8 +80,10 @@ class PassTimes(NamedTuple):
 class Traffic(NamedTuple):
     """Seconds that data takes outside the computation: of one micro batch, `updated` of one step."""
 
-    gathered: float  # in either pass
+    gathered: float  # in the forward pass
+    gathered_back: float
     reduced: float
+    replicated: float  # once a step, beside the last backward pass: what groups that each have a copy tell each other
     overlaps: bool  # reductions run beside the backward pass
     copy_cost: float  # what copies from the host cost the computation beside which they run, of their own time
     shares_host: bool  # collectives pass through the host's memory and lanes, so that copies from there wait for them
@@ -141,14 +143,18 @@ class Traffic(NamedTuple):
     def hidden_s(self) -> float:
         """All that is moved beside a backward pass that takes longer than this costs it the same, however long; as long
         as layers send nothing."""
-        moved = self.gathered + (self.reduced if self.overlaps else 0.0)
+        moved = max(self.gathered_back + (self.reduced if self.overlaps else 0.0), self.replicated)
         return moved + self.from_host if self.shares_host else max(moved, self.from_host)
 
     def rounds_back(self, accumulation: int) -> list[tuple[int, float]]:
-        """The backward passes of a step, of which some or all reduce gradients: how many move how long."""
+        """The backward passes of a step, of which some or all reduce gradients: how many move how long. Between groups
+        the network carries them, beside what a group does in its node."""
         reducing = self.reductions(accumulation)
-        moved = self.gathered + (self.reduced if self.overlaps else 0.0)
-        return [each for each in ((reducing, moved), (accumulation - reducing, self.gathered)) if each[0]]
+        moved = self.gathered_back + (self.reduced if self.overlaps else 0.0)
+        rounds = [(reducing, moved), (accumulation - reducing, self.gathered_back)]
+        if self.replicated > moved:
+            rounds = [(1, self.replicated), (reducing - 1, moved), (accumulation - reducing, self.gathered_back)]
+        return [each for each in rounds if each[0]]
 
 
 def _beside(moved: float, busy: float, cost: float) -> float:
@@ -185,6 +191,8 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     world, trained = hardware.world, weights.trainable_numel * weights.trainable_width
     sharded = levers.shards_parameters
     link = _Links(hardware, rates, rehearsal)
+    within = levers.shard_within or world
+    near = _Links(hardware, rates, rehearsal, within)
     memory, launch = rates.card.memory, rates.launch
     # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
     # every group out for its collectives and back, where ZeRO copies gradients into buckets.
@@ -211,19 +219,26 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     overlaps = levers.is_fsdp2
     if levers.stage not in (None, 0):
         overlaps = levers.stage == 3 if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
-    fetched = whole // world if levers.offload_param != "none" else 0
+    fetched = whole // levers.shards(world) if levers.offload_param != "none" else 0
     to_host = 0.0
     if levers.offload_optimizer != "none":
         # Each rank's share of the gradients, in fp32.
         own = -(-len(weights.trainable) // world) if levers.engine in ("zero1", "zero2") else len(weights.trainable)
         copies = own * launch * constants.OFFLOADED_GRADIENT_S[levers.engine]
-        to_host = link.host(FP32 * weights.trainable_numel // world) + copies
+        to_host = link.host(FP32 * weights.trainable_numel // levers.shards(world)) + copies
     host, again = gathers * launch * gather_s, levers.checkpointing.layers
     waits = link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0
     is_beside = levers.compile == "layers"
+    gathered_back = near.ring(whole, within) + near.latency(gathers)
+    # hpZ's second copy of a weight that trains is old once that has been updated
+    old = weights.trainable_numel * weights.trainable_width if levers.stage == 3 and within < world else 0
+    gathered = near.ring(whole - old, within) + link.ring(old, world) + (link if old else near).latency(gathers)
+    reduced, ranks = (near, within) if levers.is_fsdp2 else (link, world)
     return Traffic(
-        gathered=link.ring(whole, world) + link.latency(gathers),
-        reduced=(1 if sharded else 2) * (link.ring(gradients, world) + link.latency(messages)),
+        gathered=gathered,
+        gathered_back=gathered_back,
+        reduced=(1 if sharded else 2) * (reduced.ring(gradients, ranks) + reduced.latency(messages)),
+        replicated=link.between(gradients, within, world, gathers) if levers.is_fsdp2 else 0.0,
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
         shares_host=reached(hardware).link_through_host and not link.is_alone,
@@ -244,11 +259,12 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
 class _Links:
     """Bytes to seconds, between GPUs and to the host."""
 
-    def __init__(self, hardware: Hardware, rates: Rates, rehearsal: bool) -> None:
-        self.is_alone = rehearsal or hardware.world == 1
+    def __init__(self, hardware: Hardware, rates: Rates, rehearsal: bool, ranks: int | None = None) -> None:
+        """`ranks`: that many neighbours exchange; None: all."""
+        self.is_alone = rehearsal or hardware.world == 1 or ranks == 1
         self._ranks = 1 if rehearsal else hardware.gpus_per_node
-        self._rates = rates
-        across = hardware.nodes > 1
+        self._rates, self._is_spread = rates, hardware.nodes > 1
+        across = hardware.nodes > 1 and (ranks is None or ranks > hardware.gpus_per_node)
         inside = rates.link if hardware.gpus_per_node > 1 or not across else rates.network
         self._bandwidth = min(inside, rates.network) if across else inside
         self._latency = rates.network_latency_s if across else rates.link_latency_s
@@ -257,6 +273,17 @@ class _Links:
         """An all-gather or reduce-scatter of this much in all: every rank passes on all but its own part. Rings cross
         from node to node through all NICs at once."""
         return 0.0 if self.is_alone else size * (world - 1) / world / self._bandwidth
+
+    def between(self, size: int, within: int, world: int, collectives: int) -> float:
+        """An all-reduce of this much, of which each rank of a group of `within` has its part, among those of all groups
+        that have the same part. Those of a node share its network."""
+        copies = world // within
+        if self.is_alone or copies == 1:
+            return 0.0
+        each = 2 * size / within * (copies - 1) / copies
+        on_link = each / self._rates.link if within < self._ranks else 0.0
+        on_network = each * min(within, self._ranks) / self._rates.network if self._is_spread else 0.0
+        return max(on_link, on_network) + self.latency(collectives)
 
     def latency(self, collectives: int) -> float:
         return 0.0 if self.is_alone else collectives * self._latency
@@ -272,7 +299,7 @@ class _Links:
 def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> StepTime:
     weights = weights_of.of(shape, levers)
     link = _Links(hardware, rates, rehearsal)
-    world = 1 if levers.shards_nothing else hardware.world
+    world = 1 if levers.shards_nothing else levers.shards(hardware.world)
     numel = -(-weights.trainable_numel // world)
     launches = len(weights.trainable) * rates.launch * constants.STEP_PARAMETER_S[levers.engine]
     if levers.offload_optimizer == "none":

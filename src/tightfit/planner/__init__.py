@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from time import perf_counter
 
-from tightfit.inputs.flags import LEVERS, meant
+from tightfit.inputs.flags import LEVERS, check_groups, meant
 from tightfit.job import Job, Limits
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.messages import Listing, Message, Said
@@ -81,6 +81,8 @@ def plan_within(
         said = (*said, Message("plan.no-fp16", name=hardware.gpu.name, stands_in=STANDS_IN))
     question = question_of(job, shape, hardware).within(bounds)
     check_pins(question.trainer, question.base, shape, question.pinned)
+    base = question.base
+    check_groups(base, hardware.world)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
     answer = answer_question(job, question, said, advice=bounds.advice)

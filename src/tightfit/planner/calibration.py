@@ -37,7 +37,7 @@ from typing import Literal
 
 from tightfit.job import Job
 from tightfit.memory import sum_up
-from tightfit.memory.overhead import reasons
+from tightfit.memory.overhead import COMMUNICATOR_BYTES, reasons
 from tightfit.types import STRATEGY, Footprint, Hardware, Levers, ModelShape, Phase, PhaseName
 
 COMPONENT = "measured_error"
@@ -299,7 +299,8 @@ def correct(footprint: Footprint, correction: Correction | None, hardware: Hardw
     gpu = _phases(footprint.gpu.phases, "gpu", correction)
     host = _phases(footprint.host.phases, "host", correction)
     nvme = footprint.host.nvme_bytes_per_node // _ranks(hardware)
-    on_gpu, on_host = sum_up(gpu, host, hardware.world, hardware, nvme)
+    groups = max(1, footprint.gpu.overhead["communicator"] // COMMUNICATOR_BYTES)
+    on_gpu, on_host = sum_up(gpu, host, hardware.world, hardware, nvme, groups)
     # what its phases decide of what was said is said anew
     old = reasons(footprint.gpu.phases, footprint.gpu.peak_phase)
     kept = tuple(sentence for sentence in footprint.because if sentence not in old)

@@ -13,7 +13,14 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from tightfit.inputs.flags import AUTO, check_levers, find_compile_obstacle, find_ddp_obstacle, released_at_once
+from tightfit.inputs.flags import (
+    AUTO,
+    check_levers,
+    find_compile_obstacle,
+    find_ddp_obstacle,
+    find_group_obstacle,
+    released_at_once,
+)
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice
@@ -126,8 +133,19 @@ def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = Tr
         if levers.buckets.max_reuse_distance == Buckets().max_reuse_distance:  # nobody said how far
             levers = released_at_once(levers)
         if _runs(levers, hardware, ours=ours):
-            ways.append(levers)
+            ways += [replace(levers, shard_within=size) for size in _group_sizes(levers, pinned, hardware)]
     return ways
+
+
+def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int]:
+    """Among how many GPUs a copy of the weights may be shared: all, or those of a node where there are several."""
+    if "shard_within" in pinned:
+        size = levers.shard_within
+        may = not size or find_group_obstacle(levers, hardware.world) is None
+        return [0 if size == hardware.world else size] if may else []
+    node = replace(levers, shard_within=hardware.gpus_per_node)
+    can_split = hardware.nodes > 1 < hardware.gpus_per_node and find_group_obstacle(node, hardware.world) is None
+    return [0, hardware.gpus_per_node] if can_split else [0]
 
 
 def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
@@ -338,6 +356,7 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
     return (
         int(depth.offload or place[1:] != ("none", "none")),
         _PLACES.index(place) if place in _PLACES else len(_PLACES),
+        levers.groups,
         int(levers.buckets != Buckets()),
         int(levers.loss != "plain"),
         int(levers.compile != "off"),

@@ -259,7 +259,7 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
     over = "!" if ram is not None and host > ram else ""
     return {
         "": mark,
-        "engine": str(ENGINES[levers.engine]),
+        "engine": f"{ENGINES[levers.engine]}{f' ÷{levers.shard_within}' if levers.shard_within else ''}",
         "offload": _offload(levers),
         "checkpoint": _depth(levers.checkpointing),
         "batch": f"{levers.micro_batch} × {levers.accumulation}",

@@ -236,7 +236,7 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
     def own() -> Iterator[Shard]:
         """This rank's part of what is sharded, and its turn of what every rank holds whole."""
         for number, shard in enumerate(shards(model, place.rank)):
-            if shard.cut or number % place.world == place.rank:
+            if not shard.is_copy if shard.cut else number % place.world == place.rank:
                 yield shard
 
     if config.levers.lora is not None:
@@ -296,10 +296,10 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     def pieces() -> Iterator[TensorPiece]:
         if masters and not apart:
             for shard in shards(engine.model, place.rank):
-                if shard.parameter.requires_grad:
+                if shard.parameter.requires_grad and not shard.is_copy:
                     yield TensorPiece(f"{MASTER}/{state_name(shard.path)}", shard.shape, shard.start, shard.tensor)
         for number, state in enumerate(engine.states(write=False)):
-            mine = not state.alike or number % place.world == place.rank
+            mine = number % place.world == place.rank if state.alike else not state.is_copy
             if mine and (masters or state.kind != MASTER):
                 yield TensorPiece(f"{state.kind}/{state_name(state.path)}", state.shape, state.start, state.tensor)
 

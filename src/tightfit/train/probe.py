@@ -39,8 +39,13 @@ PlanProof = tuple[str, bool, Message]  # what was looked at, whether it is so, a
 
 def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanProof]:
     """What can be seen before the first batch."""
-    levers, world = config.levers, place.world
-    started = {"world": world, "launcher": place.launcher, "device": place.device.type, "nodes": config.world.nodes}
+    levers, world = config.levers, config.levers.shards(place.world)
+    started = {
+        "world": place.world,
+        "launcher": place.launcher,
+        "device": place.device.type,
+        "nodes": config.world.nodes,
+    }
     yield "world", True, Message("train.ranks-started", **started)
     # An untied head or a layer too many would show here; 4-bit weights are counted by their bytes.
     trained, wanted = held.trainable_elements, config.predicted.trainable_parameters

@@ -30,6 +30,7 @@ class Shard:
     start: int
     stop: int  # this rank has elements [start, stop) of the whole
     parameter: nn.Parameter
+    is_copy: bool = False  # a rank of another group has the same elements, and writes them
 
     @property
     def name(self) -> str:
@@ -47,7 +48,8 @@ class Shard:
 
     @property
     def cut(self) -> bool:
-        """Each element is on one rank alone, though one rank may have them all: a single row cannot be shared out."""
+        """Each element is on one rank of a group alone, though one may have them all: a single row cannot be shared
+        out."""
         from torch.distributed.tensor import DTensor
 
         return hasattr(self.parameter, "ds_tensor") or isinstance(self.parameter, DTensor)
@@ -109,4 +111,6 @@ def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
     # FSDP2 deals out rows, as `torch.chunk` cuts them.
     local, offset = compute_local_shape_and_global_offset(shape, held.device_mesh, held.placements)
     start = offset[0] * prod(shape[1:]) if prod(local) else prod(shape)
-    return Shard(name, shape, start, start + prod(local), param)
+    places = zip(held.device_mesh.get_coordinate(), held.placements, strict=True)
+    is_copy = any(place for place, kind in places if kind.is_replicate())
+    return Shard(name, shape, start, start + prod(local), param, is_copy)

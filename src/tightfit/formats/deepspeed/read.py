@@ -45,6 +45,7 @@ class DeepSpeedSettings:
     engine: Engine
     offload_optimizer: Offload
     offload_param: Offload
+    shard_within: int
     buckets: Buckets
     precision: Precision | None
     micro_batch: int | None
@@ -94,6 +95,7 @@ def read_deepspeed(
         engine=_ENGINES[stage],
         offload_optimizer=offload_optimizer,
         offload_param=offload_param,
+        shard_within=_read_group(zero, stage),
         buckets=_buckets(zero, stage, hidden_size, version, because),
         precision=_precision(top, because),
         micro_batch=top.integer("train_micro_batch_size_per_gpu", least=1),
@@ -133,6 +135,7 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
         engine=settings.engine,
         offload_optimizer=settings.offload_optimizer,
         offload_param=settings.offload_param,
+        shard_within=settings.shard_within,
         buckets=settings.buckets,
         precision=precision,
         micro_batch=micro or base.micro_batch,
@@ -142,6 +145,12 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
         master_weights=settings.master_weights and base.master_weights,
         lora=lora,
     )
+
+
+def _read_group(zero: Fields, stage: int) -> int:
+    """Ranks that share a second copy of the weights; one rank alone is DeepSpeed's word for none."""
+    size = zero.integer("zero_hpz_partition_size") or 0
+    return size if stage == 3 and size > 1 else 0
 
 
 # --- the file -----------------------------------------------------------------------------------

@@ -128,6 +128,8 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
         block["sub_group_size"] = buckets.sub_group_size
         block |= {each.deepspeed: getattr(buckets, each.name) for each in threes}
         block["stage3_gather_16bit_weights_on_model_save"] = _can_gather(way)
+        if levers.shard_within:
+            block["zero_hpz_partition_size"] = levers.shard_within
     return block | _offload(way, nvme_path)
 
 

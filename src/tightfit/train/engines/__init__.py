@@ -112,6 +112,7 @@ class State:
     start: int
     tensor: Tensor  # flat: elements [start, start + its own number)
     alike: bool  # every rank holds the same range: one of them writes it
+    is_copy: bool = False  # another rank holds the same range, and writes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +191,8 @@ class Engine(ABC):
                 for kind, which in _EIGHT_BIT.items():
                     for begin in range(0, shard.size, PIECE):
                         values = read_8bit(held, which, begin, min(begin + PIECE, shard.size))
-                        yield State(kind, shard.path, shard.shape, shard.start + begin, values, alike=not shard.cut)
+                        at = shard.start + begin
+                        yield State(kind, shard.path, shard.shape, at, values, not shard.cut, shard.is_copy)
                         if write:
                             write_8bit(held, which, values, begin)
                 continue
@@ -200,7 +202,7 @@ class Engine(ABC):
                 local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
                 flat = local.detach().reshape(-1)
                 if shard.cut or tuple(local.shape) == shard.shape:
-                    yield State(kind, shard.path, shard.shape, shard.start, flat, alike=not shard.cut)
+                    yield State(kind, shard.path, shard.shape, shard.start, flat, not shard.cut, shard.is_copy)
                 else:  # adafactor's rows and columns
                     yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
 

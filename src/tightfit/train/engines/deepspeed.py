@@ -89,6 +89,7 @@ class DeepSpeed(Engine):
         self._basic = self._engine.basic_optimizer
         self._scaler = copy.deepcopy(getattr(getattr(self._wrapper, "loss_scaler", None), "__dict__", {}))
         look_at_once(self._wrapper)
+        self._drop_second_copies()
         if stage == 0:
             optimizers.forget(self._basic)
             # Or a single rank copies its gradients into a buffer, sums them up with nobody's, and copies them back.
@@ -204,6 +205,15 @@ class DeepSpeed(Engine):
         if kept := getattr(self._wrapper, "persistent_parameters", None):
             kept[0].partition(kept)
             kept[0].all_gather(kept)
+
+        self._drop_second_copies()
+
+    def _drop_second_copies(self) -> None:
+        """Those of hpZ that were made before the weights had their values; DeepSpeed itself drops what it updates. The
+        next pass makes them again."""
+        for param in self.model.parameters():
+            if getattr(param, "ds_secondary_tensor", None) is not None:
+                param.ds_secondary_tensor = None
 
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         # The fp32 copies that this rank's optimizer works on, or what it works on instead.

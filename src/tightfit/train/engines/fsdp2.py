@@ -2,13 +2,15 @@
 
 Groups are what the footprint prices: the embedding, each layer, the final norm with the head; a tied embedding stays
 with the root. Every micro batch reduces its gradients: to wait for the last one would hold whole fp32 gradients on each
-rank.
+rank. Where groups of ranks have a copy of the model each (`shard_within`), a group reduces its own so, and adds those
+of the other groups to the sum of the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -34,7 +36,10 @@ UNMARKED = nullcontext()
 
 def shard(model: Any, levers: Levers, place: Place) -> None:
     """Shard in place; the model may be on the meta device, and then has its values yet to come."""
-    mesh = init_device_mesh(place.device.type, (place.world,))
+    size = levers.shards(place.world)
+    sizes, names = (place.world // size, size), ("copies", "shards")
+    flat = size == place.world
+    mesh = init_device_mesh(place.device.type, sizes[flat:], mesh_dim_names=names[flat:])
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
     working, wide = DTYPES[levers.precision], torch.float32
@@ -99,11 +104,20 @@ class Fsdp2(ScaledEngine):
         made = optimizers.make_optimizer(levers.optimizer, groups, fused=True)
         assert isinstance(made, optimizers.LocalParts)
         self._optimizer: optimizers.LocalParts = made
+        mesh = next(iter(self.model.parameters())).device_mesh
+        self._has_copies = mesh.ndim > 1
+        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that together have all of the model, once
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        if self._has_copies:  # what others have of the same is added once, to the sum of the window
+            self.model.set_requires_all_reduce(last)
+        super().backward(loss, last=last)
 
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
         self._scaler.unscale_(self._optimizer)
-        return self._launch(self._optimizer.grads(), None if self._place.is_alone else dist.all_reduce)
+        reduce = None if self._place.is_alone else partial(dist.all_reduce, group=self._sharing)
+        return self._launch(self._optimizer.grads(), reduce)
 
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)
@@ -116,6 +130,7 @@ class Fsdp2(ScaledEngine):
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         shards = self._trainable()
         # Whole rows are shared out: of few of them a rank has more than an even share.
-        fair = sum(-(-shard.shape[0] // self._place.world) * (shard.numel // shard.shape[0]) for shard in shards)
+        ranks = self._levers.shards(self._place.world)
+        fair = sum(-(-shard.shape[0] // ranks) * (shard.numel // shard.shape[0]) for shard in shards)
         worked_on = (param for group in self._optimizer.param_groups for param in group["params"])
         return worked_on, sum(shard.size for shard in shards), self._rests_on, fair

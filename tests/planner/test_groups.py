@@ -1,0 +1,103 @@
+"""Groups of GPUs that have a copy of the weights each: what they hold, what they send, and where a plan takes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tightfit import memory
+from tightfit.hardware.named import read_hardware
+from tightfit.hardware.words import connect
+from tightfit.inputs.flags import check_groups, levers_from_flags
+from tightfit.job.file import job_from_flags
+from tightfit.model.load import shape_from_config
+from tightfit.pace import pace
+from tightfit.planner import plan
+from tightfit.types import ConfigError, Hardware, Levers
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "vocab_size": 128_256, "num_hidden_layers": 32,
+         "tie_word_embeddings": False}  # fmt: skip
+SHAPE = shape_from_config(LLAMA, "llama-8b")
+
+
+def levers(**flags: Any) -> Levers:
+    return levers_from_flags({"engine": "fsdp2", "seq": 4096, **flags}, SHAPE)
+
+
+def nodes(count: int, network: str = "100Gb") -> Hardware:
+    return connect(read_hardware(f"{count}x8xA100-80GB"), network, None)
+
+
+def test_a_group_holds_what_as_many_gpus_alone_would() -> None:
+    """But for the buffers of one more communicator."""
+    alone = memory.estimate(SHAPE, levers(), 8, nodes(1)).gpu
+    group = memory.estimate(SHAPE, levers(shard_within=8), 32, nodes(4)).gpu
+    assert group.peak_bytes == alone.peak_bytes
+    assert group.overhead["communicator"] == 2 * alone.overhead["communicator"]
+    assert group.required_bytes == alone.required_bytes + alone.overhead["communicator"]
+
+
+def test_hpz_keeps_the_weights_once_more_among_fewer() -> None:
+    flat = memory.estimate(SHAPE, levers(engine="zero3"), 32, nodes(4)).gpu
+    group = memory.estimate(SHAPE, levers(engine="zero3", shard_within=8), 32, nodes(4)).gpu
+    assert group.peak_bytes - flat.peak_bytes == -(-2 * SHAPE.parameters // 8)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_the_network_matters_less_to_groups(engine: str) -> None:
+    """With adapters nothing but their gradients crosses from node to node."""
+    for method in ("full", "lora"):
+        wide, narrow = nodes(4, "8x400Gb"), nodes(4, "25Gb")
+        flat, group = (levers(engine=engine, method=method, accum=4, shard_within=size) for size in (0, 8))
+        lost = [pace(SHAPE, each, narrow).step_s - pace(SHAPE, each, wide).step_s for each in (flat, group)]
+        assert lost[1] < 0.75 * lost[0]
+        if method == "lora":
+            assert lost[1] < 0.05 * lost[0]
+
+
+def test_groups_of_one_node_send_nothing_between_nodes_and_groups_of_all_are_none() -> None:
+    hardware = nodes(2)
+    assert pace(SHAPE, levers(shard_within=16), hardware).step_s == pace(SHAPE, levers(), hardware).step_s
+
+
+def test_what_copies_tell_each_other_is_sent_once_a_step() -> None:
+    hardware = nodes(4, "10Gb")
+
+    def communicates(accum: int) -> float:
+        return pace(SHAPE, levers(accum=accum, shard_within=8), hardware).causes["communication"]
+
+    assert communicates(8) < 1.5 * communicates(1)
+
+
+def test_a_plan_takes_groups_where_the_network_is_slow_and_never_on_one_node() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "effective_batch": 128}
+    slow = plan(job_from_flags(flags), SHAPE, nodes(4, "25Gb")).chosen
+    assert slow is not None
+    assert slow.levers.shard_within == 8
+    one = plan(job_from_flags(flags), SHAPE, nodes(1))
+    assert one.chosen is not None
+    assert {way.levers.shard_within for way in (one.chosen, *one.alternatives)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "why"),
+    [
+        ({"shard_within": 5}, 32, "inputs.groups-divide"),
+        ({"engine": "zero2", "shard_within": 8}, 32, "inputs.groups-need-sharding"),
+        ({"engine": "zero3", "shard_within": 8, "method": "qlora"}, 32, "inputs.no-second-copy"),
+        ({"engine": "zero3", "shard_within": 8, "offload_param": "cpu"}, 32, "inputs.no-second-copy"),
+    ],
+)
+def test_what_cannot_be_is_said(flags: dict[str, Any], world: int, why: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_groups(levers(**flags), world)
+    assert raised.value.said.id == why
+
+
+def test_other_trainers_have_groups_by_deepspeed_alone() -> None:
+    check_groups(replace(levers(engine="zero3", shard_within=8), trainer="trainer"), 32)
+    with pytest.raises(ConfigError):
+        check_groups(replace(levers(shard_within=8), trainer="trainer"), 32)
