@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,32 @@ AGAIN: dict[str, dict[str, Any]] = {
     "Gemma-2 9B full, none, 2 rows": {**GEMMA_FULL, "micro_batch": 2, "checkpointing": "none"},
 }  # fmt: skip
 """Likewise when those of `LAST` had been."""
-SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
+TWO_NODES = {"model": (QWEN_7B, 8), "gpus": "2x8xH200", "shard_within": 8}
+ZERO3 = {"engine": "zero3", "compile": "off"}
+GROUPS: dict[str, dict[str, Any]] = {
+    "7.6B full, FSDP2 in groups of 8, mlp": {**TWO_NODES, "engine": "fsdp2", "checkpointing": "select:mlp"},
+    "7.6B full, FSDP2 in groups of 8, none, twice": {**TWO_NODES, "engine": "fsdp2", "accum": 2,
+                                                     "checkpointing": "none"},
+    "7.6B full, FSDP2 in groups of 4, full": {**TWO_NODES, "engine": "fsdp2", "shard_within": 4,
+                                              "checkpointing": "full"},
+    "1B full, FSDP2 in groups of 4, none": {**ONE_BILLION, "gpus": "2x4xH200", "shard_within": 4, "engine": "fsdp2",
+                                            "checkpointing": "none"},
+    "1B full, FSDP2 in groups of 2, full, twice": {**ONE_BILLION, "gpus": "2x4xH200", "shard_within": 2, "accum": 2,
+                                                   "engine": "fsdp2", "checkpointing": "full"},
+    "8B LoRA, FSDP2 in groups of 4, elementwise": {**LORA, "gpus": "2x4xH200", "shard_within": 4, "engine": "fsdp2",
+                                                   "checkpointing": "select:elementwise"},
+    "7B Mamba full, FSDP2 in groups of 4, full": {**MAMBA, "gpus": "2x4xH200", "shard_within": 4,
+                                                  "checkpointing": "full"},
+    "7.6B full, ZeRO-3 in groups of 8, full": {**TWO_NODES, **ZERO3, "checkpointing": "full"},
+    "7.6B full, ZeRO-3 in groups of 4, full, twice": {**TWO_NODES, **ZERO3, "shard_within": 4, "accum": 2,
+                                                      "checkpointing": "full"},
+    "1B full, ZeRO-3 in groups of 4, none": {**ONE_BILLION, **ZERO3, "gpus": "2x4xH200", "shard_within": 4,
+                                             "checkpointing": "none"},
+    "8B LoRA, ZeRO-3 in groups of 4, full": {**LORA, **ZERO3, "gpus": "2x4xH200", "shard_within": 4,
+                                             "checkpointing": "full"},
+}  # fmt: skip
+"""One rank of two nodes, whose GPUs have a copy of the weights for each node, or for a part of one."""
+SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN, "groups": GROUPS}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 
@@ -235,6 +261,11 @@ def name_of(row: str) -> str:
     return row.replace(" ", "_").replace(",", "")
 
 
+def count_gpus(word: str) -> int:
+    """Of `2x8xH200`."""
+    return prod(map(int, word.split("x")[:-1]))
+
+
 def compare(args: argparse.Namespace) -> None:
     errors = []
     for line in args.path.read_text().splitlines():
@@ -254,7 +285,7 @@ def prepare(args: argparse.Namespace) -> None:
     for name, row in SETS[args.rows].items():
         wanted = {**USUAL, **row}
         config, layers = wanted.pop("model")
-        ranks = int(wanted["gpus"].partition("x")[0])
+        ranks = count_gpus(wanted["gpus"])
         wanted["effective_batch"] = wanted["micro_batch"] * wanted["accum"] * ranks
         place = args.path / name_of(name) / "said"
         fast.write_plan(place, {"model": {**config, "num_hidden_layers": layers}, **wanted})

@@ -123,7 +123,7 @@ def test_rehearsals_of_the_worker(row: dict[str, Any]) -> None:
     levers = levers_as_written(
         {"levers": written, "lora": lora, "buckets": buckets, "data": {"packing": False}, "training": {"clip": 1.0}}
     )
-    ranks = int(asked["gpus"].partition("x")[0])
+    ranks = fast_memory.count_gpus(asked["gpus"])
     card = Gpu(name="H200", vendor="nvidia", arch="sm_90", memory_bytes=140 << 30)
     shape = shape_from_config({**config, "num_hidden_layers": layers}, "small")
     peak = estimate(shape, levers, ranks, Hardware(gpu=card, gpus_per_node=ranks)).gpu.peak_bytes
