@@ -71,7 +71,7 @@ def test_layers_that_read_fp32_train_and_recompute(tmp_path: Path, family: str, 
 
 
 POOLS = """
-import json, sys
+import gc, json
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -96,7 +96,8 @@ for common in (False, True):
     gradients = [each.grad.to_local().double().sum().item() for each in model.parameters()]
     elsewhere = [each["allocated_size"] for each in torch.cuda.memory_snapshot() if each["stream"] != 0]
     found.append([gradients, sum(elsewhere)])
-    del model, x
+    del model, layer, x
+    gc.collect()  # what is sharded refers to itself
     torch.cuda.empty_cache()
 print(json.dumps(found))
 """

@@ -89,11 +89,19 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
         {"activations": head.norm_forward, "gathered_weights": whole.norm_forward * width},
         {"activations": head.norm_backward, "gradients": waits, "gathered_weights": whole.norm * width},
     )
-    return {
+    passes: dict[PhaseName, Components] = {
         "forward": combine(base, _forward(acts, whole, width)),
         "loss": combine(base, keeping(acts), loss),
         "backward": combine(base, peak.components(acts.shared)),
     }
+    if (ranks := job.levers.shard_within) and job.levers.offload_param == "none":
+        # hpZ: the weights once more, among fewer ranks. A step makes the copies void, and a parameter's comes back when
+        # it is released: what is still whole in the forward pass has none.
+        copies = job.weights.trainable_numel * job.weights.trainable_width + job.weights.frozen_bytes
+        for name, parts in passes.items():
+            released = copies if name == "backward" else copies - parts.get("gathered_weights", 0)
+            passes[name] = combine(parts, {"weights": share(max(released, 0), ranks)})
+    return passes
 
 
 def _forward(acts: Activations, whole: Gathered, width: int) -> Components:
@@ -144,8 +152,6 @@ def _persistent(job: MemoryJob) -> Components:
     sent = weights.width if release(levers.deepspeed_version) >= BUCKETS_AS_SENT_SINCE else width
     packed = share(weights.quantised_bytes - weights.scales_bytes, job.world)
     parts = own.trainable * width + own.frozen * weights.width + packed
-    if levers.shard_within:  # hpZ: once more, among fewer; it comes with the first forward pass and stays
-        parts += share(weights.trainable_numel * width + weights.frozen_bytes, levers.shard_within)
     components: Components = {
         "weights": weights.scales_bytes + (0 if levers.offload_param != "none" else parts),
         "gathered_weights": own.persistent * width,
