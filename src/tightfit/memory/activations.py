@@ -64,6 +64,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
     return Setting(
         micro_batch=levers.micro_batch,
         sequence=levers.sequence,
+        parts=levers.sequence_parallel,
         width=width,
         trains_base=levers.trains_base,
         trains_embedding=levers.trains_embedding,
@@ -286,4 +287,4 @@ def _rotary_tables(shape: ModelShape, setting: Setting) -> int:
         if isinstance(block.mixer, Attention) and block.mixer.rotary
     ]
     rows = setting.micro_batch if setting.packed else 1  # each sequence counts from its own borders
-    return 2 * rows * setting.sequence * max(widths, default=0) * setting.width
+    return 2 * rows * setting.own_sequence * max(widths, default=0) * setting.width

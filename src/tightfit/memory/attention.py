@@ -9,6 +9,7 @@ query is laid out (flash, cuDNN; the memory-efficient one does not): where the q
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from tightfit.memory.operations import BOOL, FP32, Operations, Setting
@@ -16,6 +17,7 @@ from tightfit.memory.tape import Slot
 from tightfit.types import Attention
 
 Kernel = Literal["flash", "cudnn", "efficient", "math", "eager"]
+AttentionCall = Callable[[Operations, Slot, Slot, Slot, Attention], Slot]
 
 SLICED = "self_attn.qkv_proj"
 FUSED = (SLICED, "attn.c_attn", "attention.query_key_value")
@@ -40,10 +42,35 @@ def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
             q, k = (_rotate_by_liger(ops, each, shape, by_head=by_head) for each in (q, k))
         else:
             q, k = _rotate(ops, q, k, shape)
-    context = KERNELS[kernel](ops, q, k, v, shape)
+    if ops.setting.parts > 1:
+        context = _exchange(ops, q, k, v, shape, KERNELS[kernel])
+    else:
+        context = KERNELS[kernel](ops, q, k, v, shape)
     out = ops.linear(context, ops.find(*OUTPUT), hidden, shape.heads * shape.head_dim)
     ops.tape.hold(q, k, v, *ops.local)
     return out
+
+
+def _exchange(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention, kernel: AttentionCall) -> Slot:
+    """Ulysses: ranks that share sequences turn all heads of their tokens into their heads of all tokens, and back.
+    What is sent is laid out for it first, and what has come is laid out for the kernel (`train/sequences.py`)."""
+    parts, setting = ops.setting.parts, ops.setting
+    own = replace(shape, heads=shape.heads // parts, kv_heads=max(shape.kv_heads // parts, 1))
+    inner = Operations(replace(setting, parts=1), ops.tensors, ops.tape)
+    wide, narrow = (inner.size(heads * shape.head_dim) for heads in (own.heads, own.kv_heads))
+    context = kernel(inner, _send(ops, q, wide), _send(ops, k, narrow), _send(ops, v, narrow), own)
+    return _send(ops, context, q.size)
+
+
+def _send(ops: Operations, x: Slot, size: int) -> Slot:
+    """Through two buffers: one that is sent and one that is received, out of which it is put in order."""
+    return ops.tape.op((x,), size, access="parts", forward_temp=x.size + size, backward_temp=x.size + size)
+
+
+def exchanged_bytes(shape: Attention, setting: Setting) -> int:
+    """What a rank sends in one pass through the layer."""
+    features = (2 * shape.heads + 2 * max(shape.kv_heads, setting.parts)) * shape.head_dim
+    return setting.tokens * features * setting.width * (setting.parts - 1) // setting.parts
 
 
 def kernel_of(shape: Attention, setting: Setting) -> Kernel:
@@ -324,7 +351,7 @@ def _by_head(ops: Operations, x: Slot) -> Slot:
     return x if ops.setting.micro_batch == 1 else ops.tape.op((x,), x.size, access="parts")
 
 
-KERNELS: Mapping[Kernel, Callable[[Operations, Slot, Slot, Slot, Attention], Slot]] = {
+KERNELS: Mapping[Kernel, AttentionCall] = {
     "flash": _flash,
     "cudnn": _cudnn,
     "efficient": _efficient,

@@ -46,7 +46,7 @@ class Setting:
     """What a tape needs to know of the levers: hashable, so that tapes are measured once."""
 
     micro_batch: int
-    sequence: int
+    sequence: int  # tokens that attention sees
     width: int  # bytes of the working precision
     trains_base: bool  # the layers, the final norm and a head of its own train
     trains_embedding: bool = False  # the embedding trains, and with it a head that is tied to it
@@ -73,10 +73,16 @@ class Setting:
     prefers_cudnn: bool = False  # PyTorch tries cuDNN's attention first: 16-bit numbers, on sm_90 and sm_100
     flash_capable: bool = True  # PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer
     fused_capable: bool = True  # its memory-efficient kernel can run: not on every AMD card, nor with bf16 before sm_80
+    parts: int = 1  # ranks that share each sequence: all but attention sees a part of its tokens
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch * self.sequence
+        return self.micro_batch * self.own_sequence
+
+    @property
+    def own_sequence(self) -> int:
+        """Tokens of a sequence that are this rank's."""
+        return -(-self.sequence // self.parts)
 
     def trains_head(self, *, tied: bool) -> bool:
         return self.trains_embedding if tied else self.trains_base

@@ -18,11 +18,20 @@ from __future__ import annotations
 
 from math import hypot
 
+from tightfit.memory.activations import setting_of
 from tightfit.pace import engines
 from tightfit.pace.clock import Clock, KernelChoice
-from tightfit.pace.rates import Rates, assumptions, find_model_spread, know_rates, rates_of, slow_down
+from tightfit.pace.rates import (
+    Rates,
+    assumptions,
+    find_model_spread,
+    know_rates,
+    rates_of,
+    slow_down,
+    with_exchange,
+)
 from tightfit.pace.warm_up import warm_up_s
-from tightfit.pace.work import passes_of
+from tightfit.pace.work import exchange_s, passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
 __all__ = ["Clock", "KernelChoice", "pace", "step_seconds"]
@@ -47,7 +56,7 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
             used[name] = RateUsed(value=each.value, source=each.source, spread=each.spread, open_s=open_s, on=each.on)
     # Rates are off independently of each other, and so is the model.
     apart = hypot(find_model_spread(hardware), *[each.open_s / step_s for each in used.values()])
-    tokens = levers.micro_batch * levers.accumulation * levers.sequence * hardware.world
+    tokens = levers.micro_batch * levers.accumulation * levers.sequence * levers.data_ranks(hardware.world)
     return Pace(
         step_s=step_s,
         tokens_per_s=tokens / step_s,
@@ -71,6 +80,8 @@ def _causes(
     """Seconds of a step by cause, the longest first."""
     again = levers.checkpointing.layers
     recomputing = shape.n_layers if again is None else again
+    rates = with_exchange(rates, hardware, levers.sequence_parallel, rehearsal=rehearsal)
+    exchanged = exchange_s(shape, setting_of(levers, hardware.gpu, shape.model_type), rates.card)
     passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=recomputing)
     traffic = engines.traffic(shape, levers, hardware, rates, rehearsal=rehearsal)
     step = engines.step(shape, levers, hardware, rates, rehearsal=rehearsal)
@@ -84,14 +95,15 @@ def _causes(
     # What the GPU waits for launches is launch overhead.
     entries: list[tuple[Cause, float]] = [
         ("arithmetic", times * passes.products),
-        ("memory traffic", times * (passes.traffic + traffic.copied)),
+        ("communication", times * 2 * exchanged),
+        ("memory traffic", times * (passes.traffic + traffic.copied - exchanged)),
         ("dequantisation", times * passes.unpacking),
         ("launch overhead", times * (busy - gpu)),
         ("communication", times * collectives),
         ("host link", times * host_link),
         ("host link", times * traffic.kept_out),
         ("arithmetic", times * passes.products_back),
-        ("memory traffic", times * (passes.traffic_back + traffic.copied_back) + added),
+        ("memory traffic", times * (passes.traffic_back + traffic.copied_back - exchanged) + added),
         ("dequantisation", times * passes.unpacking_back),
         ("recomputation", times * passes.recomputed),
         ("launch overhead", times * idle_back - (times - 1) * min(traffic.added, idle_back)),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tightfit.memory.activations import curve_of, setting_of
 from tightfit.pace import engines
 from tightfit.pace.engines import PassTimes, Traffic
-from tightfit.pace.rates import rates_of
+from tightfit.pace.rates import rates_of, with_exchange
 from tightfit.pace.work import ELEMENTWISE, Again, frozen_of, layer_time, least_products_s, passes_of, recompute_time
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
 
@@ -47,7 +47,7 @@ class Clock:
     def __init__(self, shape: ModelShape, strategy: Levers, hardware: Hardware) -> None:
         self.shape, self.hardware = shape, hardware
         self.strategy = replace(strategy, checkpointing=Checkpointing(layers=0))
-        self.rates = rates_of(hardware, strategy.precision)
+        self.rates = with_exchange(rates_of(hardware, strategy.precision), hardware, strategy.sequence_parallel)
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
         self._traffic: dict[Buckets, Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}

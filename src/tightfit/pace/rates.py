@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from tightfit.hardware.reached import Reached, reached
@@ -240,6 +241,8 @@ class Card(NamedTuple):
     kernel_start_s: float
     unpacking: float  # bytes/s of 16-bit weights written from 4-bit ones
     scan_back: float  # steps/s of our scan backward, where its kernels in CUDA would do if the card runs them
+    exchange: float = inf  # bytes/s of what ranks that share a sequence send each other around attention
+    exchange_start_s: float = 0.0
 
 
 class Rates(NamedTuple):
@@ -285,6 +288,17 @@ class Known:
 class Knowledge(NamedTuple):
     rates: Rates
     known: Mapping[str, Known]
+
+
+def with_exchange(rates: Rates, hardware: Hardware, parts: int, *, rehearsal: bool = False) -> Rates:
+    """The same for ranks of which so many share a sequence."""
+    if parts == 1 or rehearsal:
+        return rates
+    across = parts > hardware.gpus_per_node
+    # what leaves a node passes its network, together with what its other GPUs send
+    speed = min(rates.link, rates.network / hardware.gpus_per_node) if across else rates.link
+    start = rates.network_latency_s if across else rates.link_latency_s
+    return rates._replace(card=rates.card._replace(exchange=speed, exchange_start_s=start))
 
 
 def rates_of(hardware: Hardware, precision: Precision, *, rehearsal: bool = False) -> Rates:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.activations import setting_of
-from tightfit.memory.attention import computed_keys, is_masked, kernel_of
+from tightfit.memory.attention import computed_keys, exchanged_bytes, is_masked, kernel_of
 from tightfit.memory.layers import has_parts, layer_tape
 from tightfit.memory.loss import chunk_tokens
 from tightfit.memory.operations import FP32, Setting
@@ -33,6 +33,7 @@ from tightfit.types import PARTS, Attention, Block, Gpu, Levers, Mamba1, ModelSh
 
 MODULES_WITHOUT_WEIGHTS = 4  # the layer itself, its mixer, its MLP and the activation
 MODULES_OF_AN_ADAPTER = 4  # PEFT's wrapper, dropout, A and B around a linear layer
+EXCHANGES = 4  # of queries, keys, values and what attention makes of them
 WIDE_HEAD = 128
 ELEMENTWISE = PARTS[:1]
 """What all compiled layers recompute as soon as one recomputes anything."""
@@ -126,14 +127,15 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     tape, needed, moved = _outline(block, hidden, setting)
     real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
     attention, attention_back = _attention(block, setting, card)
+    exchanged = _exchange(block, setting, card)
     scan, scan_back, scan_host = _scan(block, setting, card)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
     unpack_s = len(linears) * constants.PACKED_LINEAR_S if packed else 0.0
     time = LayerTime(
         products=forward + attention,
-        traffic=scan,
+        traffic=scan + exchanged,
         products_back=back + attention_back,
-        traffic_back=scan_back,
+        traffic_back=scan_back + exchanged,
         unpacking=packed * setting.width / card.unpacking,
         host=unpack_s + scan_host,
         host_back=unpack_s + scan_host,
@@ -142,15 +144,15 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     )
     again = _PartTimes(tape, needed, block, setting)
     again.add_products(products, card)
-    again.add("mixer", products=attention)
+    again.add("mixer", products=attention, others=exchanged)
     again.add_scan(scan, scan_host)
     if moved is not None:
         time = _compile_time(time, again, moved, card)
     else:
         launches = len(real) * constants.OPERATION_S
         time = time._replace(
-            traffic=sum([_forward_s(op, card) for op in real if not op.product]) + scan,
-            traffic_back=_backward_s(tape.ops, card) + scan_back,
+            traffic=time.traffic + sum([_forward_s(op, card) for op in real if not op.product]),
+            traffic_back=time.traffic_back + _backward_s(tape.ops, card),
             host=time.host + launches,
             host_back=time.host_back + launches * BACKWARD_OPERATIONS,
         )
@@ -329,6 +331,17 @@ def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float
     once = flops * keys / (getattr(card, name) * share) + card.product_start_s
     wide = kernel == "efficient" and mixer.head_dim > WIDE_HEAD
     return once, once * (constants.WIDE_EFFICIENT_BACK if wide else constants.ATTENTION_BACK[name])
+
+
+def exchange_s(shape: ModelShape, setting: Setting, card: Card) -> float:
+    """Seconds of a pass that ranks which share sequences send each other. Nothing runs meanwhile."""
+    return sum([_exchange(shape.blocks[kind], setting, card) for kind in shape.pattern]) if setting.parts > 1 else 0.0
+
+
+def _exchange(block: Block, setting: Setting, card: Card) -> float:
+    if setting.parts == 1 or not isinstance(block.mixer, Attention):
+        return 0.0
+    return exchanged_bytes(block.mixer, setting) / card.exchange + EXCHANGES * card.exchange_start_s
 
 
 def _scan(block: Block, setting: Setting, card: Card) -> tuple[float, float, float]:
