@@ -61,12 +61,14 @@ class Ladder:
             self.deepest = corner.rest.checkpointing
         if corner.searched and self.deepest.offload and (room := question.hardware.host_ram_bytes) is not None:
             # What more layers send the host cannot hold.
-            held = [self.scale.steady(replace(self.deepest, layers=layers)).host for layers in self.depths[1:]]
-            self.depths = self.depths[: 1 + bisect_right(held, room)]
+            self.depths = self.depths[: bisect_right(self.depths, room, lo=1, key=self._weigh_host)]
             if self.depths[-1] < question.shape.n_layers:
                 self.deepest = replace(self.deepest, layers=self.depths[-1])
         self.last = len(self.depths) - 1
         self.weighed: dict[Checkpointing, Weight] = {}
+
+    def _weigh_host(self, layers: int) -> int:
+        return self.scale.steady(replace(self.deepest, layers=layers)).host
 
     @cached_property
     def scale(self) -> Scale:
