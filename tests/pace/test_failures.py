@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tightfit.pace.failures import GPU_S_PER_FAILURE, PUBLISHED, FailureCosts, mean_time_s
 
 NEIGHBOURS = (0.25, 0.5, 2.0, 4.0)
-NOISE = 0.004  # of all time: what the simulation of a hundred mean times or more leaves open between two intervals
+NOISE = 0.002  # of all time: what the simulation of a hundred mean times or more leaves open between two intervals
 
 costs = st.builds(
     FailureCosts,
