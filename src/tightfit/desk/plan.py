@@ -21,6 +21,7 @@ from tightfit.planner import Tiered, all_tiers, plan_tier, plan_within, question
 from tightfit.planner.calibration import Calibration
 from tightfit.planner.limits import Limit, largest_micro_batch, largest_model, longest_sequence
 from tightfit.planner.plan import Bounds, Plan
+from tightfit.planner.saving import is_open
 from tightfit.planner.search import search, something_fits
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.priced import amounts, strategy_name
@@ -81,6 +82,7 @@ def of_the_file(error: ConfigError, request: Request) -> ConfigError:
 def _answer(request: Request, settled: PlanInput, bounds: Bounds) -> Answer:
     job, shape, hardware = settled.job, settled.shape, settled.hardware
     said = (*settled.said, *left_out(job, bounds))
+    bounds = replace(bounds, saving_is_open=is_open(settled.explicit, job))
     if request.max is not None:
         if request.max == "seq":
             limit = longest_sequence(job, shape, hardware, bounds)

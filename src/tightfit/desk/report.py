@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # an estimate does without the planner
     from tightfit.desk.estimate import Outcome
     from tightfit.desk.plan import Answer
     from tightfit.planner import Tiered
-    from tightfit.planner.plan import Plan, Way
+    from tightfit.planner.plan import Checkpoints, Plan, Way
 
 
 def estimate_report(priced: Priced) -> dict[str, Any]:
@@ -146,12 +146,27 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         ],
         "gpus_needed": plan.gpus_needed,
         "unproven": list(map(str, plan.unproven)),
+        "checkpoints": None if plan.checkpoints is None else _checkpoints_report(plan.checkpoints),
         "model": {
             "name": plan.shape.name,
             "parameters": plan.shape.parameters,
             "notes": list(map(str, plan.shape.notes)),
         },
         "hardware": _report_hardware(plan.hardware, vendor=plan.hardware.gpu.vendor),
+    }
+
+
+def _checkpoints_report(found: Checkpoints) -> dict[str, Any]:
+    """What failures at the published rate cost, as checkpoints will be written and as they are best written."""
+    return {
+        "bytes": found.bytes,
+        "in_background": found.in_background,
+        **asdict(found.costs),
+        "every_s": found.every_s,
+        "lost_share": found.lost_share,
+        "recommended_steps": found.best_steps,
+        "recommended_lost_share": found.best_lost_share,
+        "because": str(found.because),
     }
 
 

@@ -22,6 +22,7 @@ from tightfit.planner.candidates import check_states
 from tightfit.planner.certainty import choose
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
+from tightfit.planner.saving import is_open, settle_saving
 from tightfit.planner.search import SearchResult, search, search_strategy
 from tightfit.planner.tiers import STANDS_IN, TIERS, Tier, apply_tier, by_memory, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
@@ -86,6 +87,7 @@ def plan_within(
     if question.ours:
         check_states(question.base, question.pinned, hardware)
     answer = answer_question(job, question, said, advice=bounds.advice)
+    answer = settle_saving(answer, is_open=bounds.saving_is_open)
     if answer.chosen is None or not costs:
         return answer
     return replace(answer, chosen=replace(answer.chosen, changes=(*costs, *answer.chosen.changes)))
@@ -259,7 +261,7 @@ def plan_tier(
     if name not in (*TIERS, "auto"):
         raise ConfigError(Message("plan.unknown-tier", name=name, hint=meant(name, [*TIERS, "auto", "all"])))
     tiers = from_card_down(hardware) if name == "auto" else [TIERS[name]]
-    bounds = Bounds(calibration=calibration)
+    bounds = Bounds(calibration=calibration, saving_is_open=is_open(explicit, job))
     free = plan_within(bounds, replace(job, tier=None), shape, hardware)
     for tier in tiers:
         # A change of the training is no advice where the training fits as it is, or where a smaller tier may.
@@ -298,7 +300,7 @@ def all_tiers(
     job: Job, shape: ModelShape, hardware: Hardware, explicit: frozenset[str], calibration: Calibration | None = None
 ) -> list[Tiered]:
     """Every tier side by side."""
-    bounds = Bounds(calibration=calibration, advice=False)
+    bounds = Bounds(calibration=calibration, advice=False, saving_is_open=is_open(explicit, job))
     return [_plan_with(tier, job, shape, hardware, explicit, bounds) for tier in TIERS.values()]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION
 from tightfit.job import Allowance, Job
 from tightfit.messages import Message, Said
+from tightfit.pace.failures import FailureCosts
 from tightfit.planner.calibration import Calibration, Correction
 from tightfit.priced import why_no_pace
 from tightfit.types import Footprint, Hardware, Levers, ModelShape, Pace
@@ -72,6 +73,7 @@ class Bounds:
     calibration: Calibration | None = None  # None: predictions are taken as they are
     advice: bool = True
     """Where nothing fits, find out as well what would make it fit, which takes several searches more."""
+    saving_is_open: bool = False  # nobody said how often a checkpoint is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,24 @@ class Remedy:
     cost: Said  # what it changes in the result
     effect: Said  # what that does to the result, and so why it stands where it stands among the changes
     way: Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """What checkpoints and failures cost the chosen way, and how often one is best written."""
+
+    bytes: int  # of one checkpoint
+    in_background: bool  # training waits for a copy alone
+    costs: FailureCosts
+    best_steps: int  # between two checkpoints, with which least is lost
+    best_lost_share: float  # of all time
+    every_s: float | None  # between two checkpoints as they will be written; None: there are none on the way
+    because: Said = ""
+
+    @property
+    def lost_share(self) -> float | None:
+        """Of all time, as checkpoints will be written."""
+        return None if self.every_s is None else self.costs.lost_share(self.every_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +123,7 @@ class Plan:
     """When nothing free fits: the smallest number of these GPUs that would do; None: not known or none."""
     hours: float | None = None  # hours to finish with the chosen way, where steps or epochs are known
     unproven: tuple[Said, ...] = ()  # what of this was only rendered and never run by us (several nodes, DCUs)
+    checkpoints: Checkpoints | None = None  # None: nothing was chosen, or no pace is claimed
 
     @property
     def fits(self) -> bool:

@@ -19,12 +19,12 @@ from tightfit.hardware.named import is_this
 from tightfit.inputs.surroundings import is_installed
 from tightfit.messages import Said, bare, say_why, text
 from tightfit.planner.plan import Plan, Way
+from tightfit.planner.saving import checkpoint_bytes
 from tightfit.priced import strategy_name
 from tightfit.start.train import HOW_FAR, answer_of, check_weights, packages_for, with_a_scan_that_runs
 from tightfit.types import ConfigError, UserError
 
 MOST_FILES = 2000  # of a data folder that are opened
-ADAM_BYTES = 8  # of Adam's two moments, a parameter; those that are kept in 8 bits are saved in fp32 as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,21 +136,12 @@ def _check_data(path: str | None) -> Check:
     return _row("data", "green", text("cli.data-at", path=path, count=len(files), size=gib(size)))
 
 
-def checkpoint_bytes(settled: PlanInput, way: Way) -> int:
-    """About what one checkpoint takes: weights as they train, fp32 copies and the optimizer's moments."""
-    job, trained = settled.job, way.footprint.trainable_parameters
-    width = 4 if way.levers.precision == "fp32" else 2
-    weights = settled.shape.parameters * width if job.method == "full" else trained * width
-    masters = trained * 4 if job.master_weights and width == 2 else 0
-    return weights + masters + (trained * ADAM_BYTES if "adam" in job.optimizer else 0)
-
-
 def _check_disk(check: JobCheck, found: Checkup) -> list[Check]:
     """The newest one stays while the next is written."""
     way, free, saving = check.way, found.free_disk_bytes, check.settled.job.saving
     if way is None or free is None or (saving.every_steps is None and saving.every_minutes is None):
         return []
-    each = checkpoint_bytes(check.settled, way)
+    each = checkpoint_bytes(check.settled.job, way)
     wanted = each * (saving.keep_last + 1)
     sizes = {"each": gib(each), "wanted": gib(wanted), "free": gib(free)}
     what = text("cli.checkpoint-takes-about", keep_last=saving.keep_last, folder=check.folder, **sizes)

@@ -40,6 +40,7 @@ from tightfit.planner import plan_tier, plan_within
 from tightfit.planner.calibration import Entry, phase_bytes
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.reasons import lever_changes
+from tightfit.planner.saving import is_open
 from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, room_above, step_down
 from tightfit.priced import strategy_name
 from tightfit.runs import checkpoints
@@ -273,6 +274,7 @@ def answer_of(request: Request, settled: PlanInput, bounds: Bounds) -> Plan:
     job, said = settled.job, (*settled.said, *left_out(settled.job, bounds))
     try:
         if job.tier is None:
+            bounds = replace(bounds, saving_is_open=is_open(settled.explicit, job))
             return plan_within(bounds, job, settled.shape, settled.hardware, said)
         if job.tier == "all":
             raise ConfigError(Message("cli.tier-all-comparison"))
