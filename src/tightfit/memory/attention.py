@@ -52,19 +52,20 @@ def attention(ops: Operations, x: Slot, shape: Attention, hidden: int) -> Slot:
 
 
 def _exchange(ops: Operations, q: Slot, k: Slot, v: Slot, shape: Attention, kernel: AttentionCall) -> Slot:
-    """Ulysses: ranks that share sequences turn all heads of their tokens into their heads of all tokens, and back.
-    What is sent is laid out for it first, and what has come is laid out for the kernel (`train/sequences.py`)."""
-    parts, setting = ops.setting.parts, ops.setting
+    """Ulysses: ranks that share sequences turn all heads of their tokens into their heads of all tokens, and back
+    (`train/ulysses.py`). What is sent is put in order first; what arrives lies as attention wants it, and its output is
+    put in order once more. Fused kernels hand back gradients that can be sent as they lie."""
+    parts = ops.setting.parts
     own = replace(shape, heads=shape.heads // parts, kv_heads=max(shape.kv_heads // parts, 1))
-    inner = Operations(replace(setting, parts=1), ops.tensors, ops.tape)
+    inner = Operations(replace(ops.setting, parts=1), ops.tensors, ops.tape)
+    lies = kernel not in (_eager, _math)
     wide, narrow = (inner.size(heads * shape.head_dim) for heads in (own.heads, own.kv_heads))
-    context = kernel(inner, _send(ops, q, wide), _send(ops, k, narrow), _send(ops, v, narrow), own)
-    return _send(ops, context, q.size)
-
-
-def _send(ops: Operations, x: Slot, size: int) -> Slot:
-    """Through two buffers: one that is sent and one that is received, out of which it is put in order."""
-    return ops.tape.op((x,), size, access="parts", forward_temp=x.size + size, backward_temp=x.size + size)
+    sent = [
+        ops.tape.op((each,), size, access="parts", forward_temp=size, backward_temp=0 if lies else size)
+        for each, size in ((q, wide), (k, narrow), (v, narrow))
+    ]
+    context = kernel(inner, sent[0], sent[1], sent[2], own)
+    return ops.tape.op((context,), q.size, access="parts", forward_temp=q.size, backward_temp=q.size)
 
 
 def exchanged_bytes(shape: Attention, setting: Setting) -> int:
