@@ -31,7 +31,7 @@ from tightfit.types import Vendor
 
 NAME = "tightfit"
 IMAGE, NAMESPACE, CLAIM, RUNS_CLAIM = "registry.example.com/tightfit:latest", "default", "tightfit", "tightfit-runs"
-"""What the user replaces: the image, the namespace, the claim with the plan, and one for runs with a path of their own."""
+"""What the user replaces: the image, the namespace, the claim with the plan, and one for a run elsewhere."""
 FOLDER = "/plan"  # where the claim with the plan is mounted
 PLACEHOLDERS = {"image": IMAGE, "namespace": NAMESPACE, "claim": CLAIM, "folder": FOLDER}  # as messages name them
 RESTARTS = 3

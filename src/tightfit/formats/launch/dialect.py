@@ -1,4 +1,4 @@
-"""What starts a plan: `launch.sh`, on several machines a hostfile, and there or where it is asked for `slurm.sbatch`."""
+"""What starts a plan: `launch.sh`, and on several machines, or where it is asked for, the same for SLURM."""
 
 from __future__ import annotations
 

@@ -33,8 +33,10 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 FOLDER = Path(__file__).resolve().parent
+RECORDS = FOLDER / ".ray"
+ENDING = RECORDS / "exit-code"
 PORT = os.environ.get("MASTER_PORT", "{port}")
-# 0, 2, 4: {ended}
+# {ended}
 ENDED = (0, 2, 4)
 # {variables}
 START = r"""
@@ -75,21 +77,25 @@ def start_rank(told):
     os.close(writing)
     if code not in ENDED:
         raise RuntimeError(f"rank {{place['RANK']}}: exit code {{code}}")
-    ray.train.report({{"exit_code": code}})
+    if here.get_world_rank() == 0:
+        Path(told["ending"]).write_text(str(code))
 
 
 def main():
+    RECORDS.mkdir(exist_ok=True)
+    ENDING.unlink(missing_ok=True)
     trainer = TorchTrainer(
         start_rank,
-        train_loop_config={{"folder": str(FOLDER), "port": PORT, "arguments": sys.argv[1:]}},
+        train_loop_config={{"folder": str(FOLDER), "ending": str(ENDING), "port": PORT, "arguments": sys.argv[1:]}},
         torch_config=HostConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers={world}, use_gpu={use_gpu}, resources_per_worker={resources}),
         # {restarts}
         run_config=RunConfig(
-            name="ray", storage_path=str(FOLDER / ".ray"), failure_config=FailureConfig(max_failures={max_failures})
+            name="tightfit", storage_path=str(RECORDS), failure_config=FailureConfig(max_failures={max_failures})
         ),
     )
-    return trainer.fit().metrics["exit_code"]
+    trainer.fit()
+    return int(ENDING.read_text())
 
 
 if __name__ == "__main__":
