@@ -333,6 +333,7 @@ cost least and go along with any other; the projections that attention or a scan
 its output projection; the MLP's first projections. Nothing needs the last one's output."""
 Trainer = Literal["tightfit", "llamafactory", "trainer"]
 """Who runs the training: our own worker, LLaMA-Factory, or a script around Hugging Face's Trainer."""
+Cluster = Literal["slurm", "kubernetes", "ray"]  # what hands out machines and starts a training on them
 
 Group = Literal["the training", "adapters", "what saves memory", "DeepSpeed's buffers", "the host"]
 """The headings under which the help lists the levers, in its order."""

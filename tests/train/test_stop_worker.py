@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from running import write_plan
@@ -32,6 +32,20 @@ for task in 0 1; do
   pids="$pids $!"
 done
 for pid in $pids; do wait "$pid" || exit $?; done
+"""
+
+
+SRUN_SIGNALLED = """#!/bin/sh
+shift 2
+trap 'kill -USR1 $pids' USR1
+for task in 0 1; do
+  SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 SLURM_NNODES=1 "$@" &
+  pids="$pids $!"
+done
+for pid in $pids; do
+  while kill -0 "$pid" 2>/dev/null; do wait "$pid"; code=$?; done
+done
+exit $code
 """
 
 
@@ -77,16 +91,16 @@ def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: si
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
-    folder = write_plan(tmp_path, 2, **SMALL)
+def prepare_batch(tmp_path: Path, srun: str, **job: Any) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a batch file, with stand-ins for SLURM's programs."""
+    folder = write_plan(tmp_path, 2, **job)
     hardware = Hardware(gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=12 << 30), gpus_per_node=2)
-    found = plan(job_from_flags({"output": str(tmp_path / "run"), **SMALL}), None, hardware)
+    found = plan(job_from_flags({"output": str(tmp_path / "run"), **job}), None, hardware)
     (folder / "slurm.sbatch").write_text(slurm_sbatch(found, Target()))
     programs = tmp_path / "bin"
     programs.mkdir()
     stand_ins = {
-        "srun": SRUN,
+        "srun": srun,
         "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
         "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
     }
@@ -102,15 +116,35 @@ def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        ["bash", str(folder / "slurm.sbatch")],
-        env={**env, **told},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    return ["bash", str(folder / "slurm.sbatch")], {**env, **told}
+
+
+@pytest.mark.thorough
+def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
+    command, env = prepare_batch(tmp_path, SRUN, **SMALL)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"launcher": "srun"' in events or '"launcher":"srun"' in events
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+@pytest.mark.thorough
+def test_a_job_that_slurm_queues_again_goes_on(tmp_path: Path) -> None:
+    """The same job is preempted, and runs again with the same number."""
+    command, env = prepare_batch(tmp_path, SRUN_SIGNALLED, **{**SMALL, "max_steps": 300})
+    events = tmp_path / "run" / "events.jsonl"
+    first = subprocess.Popen(command, env=env, start_new_session=True)
+    deadline = patience.now() + 120
+    while not (events.exists() and '"event": "step"' in events.read_text()):
+        assert patience.now() < deadline
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait(60) == STOPPED
+    assert not (tmp_path / "run" / "model").exists()
+    saved = max(int(path.name.partition("-")[2]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    again = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=200)
+    assert again.returncode == 0, again.stderr
+    assert f"step {saved}" in again.stdout + again.stderr
     assert (tmp_path / "run" / "model" / "config.json").exists()

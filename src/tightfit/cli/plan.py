@@ -26,7 +26,7 @@ from tightfit.job import Allowance, Schedule, Tier, Wanted
 from tightfit.job.fields import FREE_LEVERS, job_fields, meanings
 from tightfit.job.file import JOB_FLAGS
 from tightfit.messages import Listing, explain_field, text
-from tightfit.types import Levers, Trainer
+from tightfit.types import Cluster, Levers, Trainer
 
 FLAGS = {
     "the machine": "gpus=HARDWARE num_gpus=N world=N gpu_ids=0,1,… host_ram=SIZE nvme=SIZE nvme_path=DIR "
@@ -39,7 +39,10 @@ FLAGS = {
     "what is kept and said": "save_steps=N logging_steps=N",
 }
 """Beside those of the levers, what every verb that plans takes."""
-FILES = "write=DIR force launcher=NAME port=N hostfile=FILE transformers_version=V llamafactory_version=V"
+FILES = (
+    f"write=DIR force target={'|'.join(get_args(Cluster))} launcher=NAME port=N hostfile=FILE transformers_version=V "
+    "llamafactory_version=V"
+)
 
 
 def plan(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan_request import PlanInput, place_job, resolve_request
@@ -25,7 +25,7 @@ from tightfit.planner.saving import is_open
 from tightfit.planner.search import search, something_fits
 from tightfit.planner.trainers import NAMES, STARTS
 from tightfit.priced import amounts, strategy_name
-from tightfit.types import STAGES, ConfigError, Trainer
+from tightfit.types import STAGES, Cluster, ConfigError, Trainer
 
 if TYPE_CHECKING:
     from tightfit.formats.llamafactory.read import Original
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEEPSPEED = frozenset(STAGES)
 STARTS_ANY = "torchrun"  # a launcher without bounds, to name where another one's are too narrow
 FOR_US = "--for tightfit"  # likewise the trainer
-ABOUT_FILES = ("write", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version")
+ABOUT_FILES = ("write", "target", "launcher", "port", "hostfile", "transformers_version", "llamafactory_version")
 """What of a request needs the renderers, which a plan alone does without."""
 _MOST_PORT = 65_535
 
@@ -48,6 +48,8 @@ def answered(request: Request, *, advice: bool = True) -> tuple[Answer, list[Pat
     """
     target = target_of(request)
     settled = resolve_request(request, for_others=True)
+    if target is not None:
+        check_cluster(target, settled.job)
     pinned, launcher = settled.job.levers.get("engine"), target.launcher if target else None
     if pinned is not None and pinned not in STAGES and launcher in ("deepspeed", "llamafactory"):
         raise ConfigError(Message("desk.launcher-without-fsdp2", launcher=launcher, engine=pinned))
@@ -170,6 +172,10 @@ def target_of(request: Request) -> Target | None:
     if launcher is not None and launcher not in launchers():
         hint = meant(launcher, launchers())
         raise ConfigError(Message("inputs.unknown-value", flag="--launcher", word=launcher, hint=hint))
+    cluster: Cluster | None = next((each for each in get_args(Cluster) if each == request.target), None)
+    if request.target is not None and cluster is None:
+        hint = meant(request.target, get_args(Cluster))
+        raise ConfigError(Message("inputs.unknown-value", flag="--target", word=request.target, hint=hint))
     port = usual.port if request.port is None else request.port
     if not 1 <= port <= _MOST_PORT:
         must = Message("inputs.from-to", least=1, most=_MOST_PORT)
@@ -178,9 +184,30 @@ def target_of(request: Request) -> Target | None:
         transformers_version=_version("transformers", request.transformers_version, usual.transformers_version),
         llamafactory_version=_version("llamafactory", request.llamafactory_version, usual.llamafactory_version),
         launcher=launcher,
+        cluster=cluster,
         port=port,
         hostfile=None if request.hostfile is None else read_hostfile(request.hostfile),
     )
+
+
+def check_cluster(target: Target, job: Job) -> None:
+    """A ConfigError where the cluster cannot start the job, or starts it in another way than was said."""
+    cluster = target.cluster
+    if cluster is None:
+        return
+    flag = f"--target {cluster}"
+    if job.trainer == "trainer" or (job.trainer != "tightfit" and cluster != "slurm"):
+        trainer, other = NAMES[job.trainer], FOR_US
+        raise ConfigError(Message("desk.target-for-us", flag=flag, trainer=trainer, other=other))
+    if cluster == "slurm":
+        return
+    if target.hostfile is not None:
+        raise ConfigError(Message("desk.target-places-ranks", flag=flag, other="--hostfile"))
+    if job.hardware.gpu_ids is not None:
+        raise ConfigError(Message("desk.target-places-ranks", flag=flag, other="--gpu-ids"))
+    if cluster == "kubernetes" and target.launcher not in (None, STARTS_ANY):
+        other = f"--launcher {target.launcher}"
+        raise ConfigError(Message("desk.target-starts-with", flag=flag, program=STARTS_ANY, other=other))
 
 
 def _version(package: str, said: str | None, usual: str) -> str:

@@ -60,6 +60,7 @@ class Request:
     write: str | None = None  # the folder for the files of the plan
     force: bool = False
     launcher: str | None = None
+    target: str | None = None  # the cluster that will start it
     port: int | None = None
     hostfile: str | None = None
     transformers_version: str | None = None
@@ -100,6 +101,8 @@ def _check_flags(said: Mapping[str, Any]) -> Wanted | None:
     """Refuse flags that contradict each other; returns what `--max` asks for."""
     if "force" in said and "write" not in said:
         raise ConfigError(Message("desk.force-needs-write"))
+    if "target" in said and "write" not in said:
+        raise ConfigError(Message("desk.target-needs-write", target=said["target"]))
     if "num_gpus" in said and "world" in said:
         raise ConfigError(Message("desk.num-gpus-and-world"))
     for name in ("num_gpus", "world"):

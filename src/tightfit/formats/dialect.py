@@ -104,6 +104,8 @@ FOLDERS = (
     "llamafactory",
     "worker",
     "launch",
+    "kubernetes",
+    "ray",
     "job",
 )
 """In the order in which a plan's files are written and listed: `launch` asks for those that were written before."""

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tightfit.formats.dialect import dialects, launchers
+from tightfit.formats.kubernetes.write import PLACEHOLDERS
 from tightfit.formats.launch.environment import environment, launcher_of
 from tightfit.formats.target import Target
 from tightfit.formats.worker.write import require_way, time_limit_s, untrained
@@ -153,6 +154,10 @@ def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
         yield text("planfile.start-train")
     if "slurm.sbatch" in files:
         yield text("planfile.start-slurm")
+    if "kubernetes-job.yaml" in files:
+        yield text("planfile.start-kubernetes", **PLACEHOLDERS)
+    if "ray_train.py" in files:
+        yield text("planfile.start-ray")
     if "hostfile" in files and target.hostfile is None:
         yield text("planfile.start-hostfile" if target.gpu_ids is None else "planfile.start-hostfile-both")
     if job.trainer == "tightfit":

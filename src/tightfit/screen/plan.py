@@ -192,9 +192,22 @@ def draw_files(console: Console, files: Sequence[Path]) -> None:
     say(console, text("screen.written-to", folder=folder, names=", ".join(names)), indent="  ", first="")
     ours = "tightfit.train" in (folder / "launch.sh").read_text(encoding="utf-8")
     start = f"bash {shlex.quote(str(folder / 'launch.sh'))}"
-    if ours:
+    if "ray_train.py" in names:
+        start = f"ray job submit -- python {shlex.quote(str((folder / 'ray_train.py').absolute()))}"
+    elif "kubernetes-job.yaml" in names:
+        start = f"kubectl apply -f {shlex.quote(str(folder / 'kubernetes-job.yaml'))}"
+    elif ours:
         start = str(Choice((f"tightfit train --plan {shlex.quote(str(folder))},", start)))
     console.print(Text(text("screen.start-with", command=start)), soft_wrap=True)
+    if "ray_train.py" in names:
+        say(console, text("screen.ray-folder"))
+    elif "kubernetes-job.yaml" in names:
+        from tightfit.formats.kubernetes.write import PLACEHOLDERS
+
+        say(console, text("screen.kubernetes-placeholders", **PLACEHOLDERS))
+    elif "slurm.sbatch" in names:
+        command = f"cd {shlex.quote(str(folder))} && sbatch slurm.sbatch"
+        console.print(Text(text("screen.start-under-slurm", command=command)), soft_wrap=True)
 
 
 # --- the table ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import pytest
 
 import patience
 from tightfit.formats.launch.script import slurm_sbatch
+from tightfit.formats.render import render
 from tightfit.formats.target import Target
 from tightfit.hardware.slurm import slurm_rank
 from tightfit.hardware.words import parse_hardware
@@ -207,3 +208,18 @@ def test_every_batch_file_is_shell(make_plan: MakePlan, tmp_path: Path, gpus: st
     script.write_text(text_of(make_plan, gpus, target, timeout="2h"), encoding="utf-8")
     done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_it_is_queued_again_and_its_log_goes_on(make_plan: MakePlan) -> None:
+    text = text_of(make_plan)
+    asked = directives(text)
+    assert "requeue" in asked
+    assert asked["open-mode"] == "append"
+    assert sum("srun " in line and not line.startswith("#") for line in text.splitlines()) == 1
+
+
+def test_on_one_node_it_is_written_where_slurm_is_the_target(make_plan: MakePlan) -> None:
+    plan = make_plan(Levers(engine="zero3"), parse_hardware("8xA100-80GB"), Job(model="qwen2.5-7b"))
+    assert "slurm.sbatch" not in render(plan, Target())
+    asked = directives(render(plan, Target(cluster="slurm"))["slurm.sbatch"])
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("1", "8")

@@ -1,4 +1,4 @@
-"""What starts a plan: `launch.sh`, and on several machines a hostfile and the same for SLURM."""
+"""What starts a plan: `launch.sh`, and on several machines, or where it is asked for, the same for SLURM."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def write_hostfile(plan: Plan, target: Target, files: Collection[str]) -> str | 
     return head + hostfile_text(hosts)
 
 
+def write_slurm(plan: Plan, target: Target, files: Collection[str]) -> str | None:
+    return slurm_sbatch(plan, target) if target.cluster == "slurm" or _is_spread(plan) else None
+
+
 def _is_spread(plan: Plan) -> bool:
     """Whether it runs on several machines, by a launcher of ours."""
     return require_way(plan).hardware.nodes > 1 and plan.job.trainer != "trainer"
@@ -35,7 +39,7 @@ DIALECT = Dialect(
         PlanFile(
             name="slurm.sbatch",
             what=Message("launch.same-under-slurm"),
-            write=lambda plan, target, _: slurm_sbatch(plan, target) if _is_spread(plan) else None,
+            write=write_slurm,
         ),
     ),
 )

@@ -22,6 +22,8 @@ def launcher_of(plan: Plan, target: Target) -> str:
     """What starts the ranks, where the user did not say."""
     if target.launcher is not None:
         return target.launcher
+    if target.cluster == "kubernetes":  # DeepSpeed's launcher would go from pod to pod by ssh
+        return "torchrun"
     if plan.job.trainer != "tightfit":
         return STARTS[plan.job.trainer]
     way = require_way(plan)

@@ -29,7 +29,7 @@ from tightfit.formats.dialect import Variable, launchers
 from tightfit.formats.launch.environment import HIP, environment, gpu_ids_of, launcher_of, obeys_visible
 from tightfit.formats.llamafactory.write import DATASET_INFO, PLACEHOLDER_DATA, listed, names_a_file
 from tightfit.formats.target import Target
-from tightfit.formats.worker.write import require_way, time_limit_s, untrained
+from tightfit.formats.worker.write import require_way, time_limit_s, time_to_save_s, untrained
 from tightfit.messages import Message, Said, end_sentence, text
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, strategy_name
@@ -161,7 +161,6 @@ def _visible(plan: Plan) -> Iterator[str]:
 # folder that it was submitted from.
 
 _GRACE_S = 1800  # what SLURM adds to the job's own limit, so that the run can save and end by itself
-_WARNING_S = 300  # how long before its limit SLURM asks for a checkpoint, beside the steps that may have to end first
 _LONGEST_WARNING_S = 65_535  # what `--signal` takes
 
 
@@ -221,8 +220,11 @@ def _directives(plan: Plan, target: Target) -> Iterator[str]:
         yield f"#SBATCH --time={math.ceil((limit + _GRACE_S) / 60)}"
     if ours:
         yield from (f"# {line}" for line in text("launch.signal").splitlines())
-        yield f"#SBATCH --signal=USR1@{min(_WARNING_S + math.ceil(2 * way.pace.step_s), _LONGEST_WARNING_S)}"
+        yield f"#SBATCH --signal=USR1@{min(time_to_save_s(plan), _LONGEST_WARNING_S)}"
+        yield from (f"# {line}" for line in text("launch.requeue").splitlines())
+        yield "#SBATCH --requeue"
     yield "#SBATCH --output=slurm-%j.out"
+    yield "#SBATCH --open-mode=append"
 
 
 def _command(plan: Plan, target: Target) -> Iterator[str]:

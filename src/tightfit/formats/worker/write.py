@@ -9,6 +9,7 @@ hold its own measurements against it.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tightfit.planner.plan import Plan, Way
 from tightfit.types import ConfigError, Levers
 
 LOGGING_STEPS = 10
+SAVING_S = 300  # what a checkpoint may take when a run is asked to stop
 
 DEEPSPEED_FILE = "deepspeed.json"
 
@@ -165,6 +167,11 @@ def clip(job: Job, levers: Levers) -> float:
 def time_limit_s(job: Job) -> int | None:
     """When the job itself wants to be stopped; None: never."""
     return None if job.timeout is None else timeout_s(job.timeout)
+
+
+def time_to_save_s(plan: Plan) -> int:
+    """How long before its end a run has to be told: it ends the steps that it is in, and saves."""
+    return SAVING_S + math.ceil(2 * require_way(plan).pace.step_s)
 
 
 def _model(plan: Plan, way: Way) -> dict[str, Any]:
