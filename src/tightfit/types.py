@@ -516,6 +516,10 @@ class Levers:
         least=0,
         most=65_536,
     )
+    sequence_parallel: int = lever(
+        1, "GPUs that share each sequence, each a part of its tokens (1)", "what saves memory", least=1, most=65_536
+    )
+    """Ulysses: all heads of some tokens become some heads of all tokens for attention, and back."""
     checkpointing: Checkpointing = lever(
         Checkpointing(layers=None),
         "which layers, or which parts of them, keep no activations and compute them again (full)",
@@ -601,10 +605,15 @@ class Levers:
         """How many of these ranks share what an engine cuts up: states, gradients, and the weights of FSDP2."""
         return self.shard_within if self.is_fsdp2 and self.shard_within else world
 
+    def data_ranks(self, world: int) -> int:
+        """How many of these ranks read samples of their own: those that share sequences read the same, and count as
+        one."""
+        return world // self.sequence_parallel
+
     @property
     def groups(self) -> int:
         """Groups of ranks among which each exchanges tensors."""
-        return 2 if self.shard_within else 1
+        return 1 + (self.shard_within > 0) + (self.sequence_parallel > 1)
 
     @property
     def trains_base(self) -> bool:
