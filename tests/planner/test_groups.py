@@ -94,11 +94,11 @@ def test_a_plan_takes_groups_where_the_network_is_slow_and_never_on_one_node() -
 )
 def test_what_cannot_be_is_said(flags: dict[str, Any], world: int, why: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_groups(levers(**flags), world)
+        check_groups(levers(**flags), SHAPE, world)
     assert raised.value.said.id == why
 
 
 def test_other_trainers_have_groups_by_deepspeed_alone() -> None:
-    check_groups(replace(levers(engine="zero3", shard_within=8), trainer="trainer"), 32)
+    check_groups(replace(levers(engine="zero3", shard_within=8), trainer="trainer"), SHAPE, 32)
     with pytest.raises(ConfigError):
-        check_groups(replace(levers(shard_within=8), trainer="trainer"), 32)
+        check_groups(replace(levers(shard_within=8), trainer="trainer"), SHAPE, 32)

@@ -42,6 +42,8 @@ SMALL_BUCKETS = {"reduce_bucket": 20_000, "overlap_comm": "on"}
 """Several of them for one model, as large models have."""
 GROUPS = {"shard_within": 2, "micro_batch": 1}
 """Four ranks, two and two."""
+SHARED = {"sequence_parallel": 2, "precision": "fp32"}
+"""Four ranks, of which two and two share each sequence."""
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
@@ -58,6 +60,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 in groups": {"engine": "fsdp2", "precision": "fp32", **GROUPS},
     "zero3 in groups": {"engine": "zero3", "precision": "fp32", **GROUPS},
     "zero3 lora in groups": {"engine": "zero3", **LORA, **GROUPS},
+    "fsdp2 shares sequences": {"engine": "fsdp2", **SHARED},
+    "zero2 shares sequences": {"engine": "zero2", **SHARED, "checkpointing": "select:mlp"},
+    "zero3 shares sequences": {"engine": "zero3", **SHARED, "checkpointing": "full"},
+    "ddp shares sequences": {"engine": "ddp", **SHARED, "loss": "fused"},
+    "zero0 shares sequences": {"engine": "zero0", **SHARED, "precision": "bf16", "attention": "eager"},
+    "zero1 shares sequences": {"engine": "zero1", **SHARED, "checkpointing": "select:elementwise"},
+    "fsdp2 shares sequences, fused": {"engine": "fsdp2", **SHARED, "loss": "fused", "checkpointing": "full"},
+    "fsdp2 shares sequences in groups": {"engine": "fsdp2", **SHARED, **GROUPS},
+    "zero3 shares sequences of four": {"engine": "zero3", "precision": "fp32", "sequence_parallel": 4},
+    "fsdp2 lora shares sequences": {"engine": "fsdp2", **SHARED, **LORA},
+    "zero3 lora shares sequences": {"engine": "zero3", **SHARED, **LORA, "checkpointing": "select:qkv,mlp"},
     "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
     "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
     "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
@@ -95,6 +108,11 @@ SLOW = (
         "zero3 lora in groups",
         "fsdp2",
     ),
+    *(
+        way
+        for way in WAYS
+        if "shares sequences" in way and way not in ("fsdp2 shares sequences", "zero2 shares sequences")
+    ),
 )
 """What another way covers nearly as well."""
 NEUTRAL = ("zero0", "zero1", "zero2", "zero3 offloaded")
@@ -130,7 +148,7 @@ def run_well(folder: Path, *options: str) -> Ran:
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
-    folder = write(tmp_path, 4 if "shard_within" in WAYS[way] else 2, **WAYS[way])
+    folder = write(tmp_path, 4 if {"shard_within", "sequence_parallel"} & WAYS[way].keys() else 2, **WAYS[way])
     expected, norms = reference(folder, WAYS[way])
     ran = run_well(folder, *(["--no-probe"] if way in UNPROBED else []))
     tolerance = TOLERANCE[{**FULL, **WAYS[way]}["precision"]]

@@ -149,7 +149,7 @@ def _resolve(
         chosen.append(Message("desk.fp16-chosen", card=hardware.gpu.name))
     shape, base, said = _inputs(request, world, job, usual)
     levers = levers_from_flags(flags_of(flags), shape, base)
-    check_groups(levers, world)
+    check_groups(levers, shape, world)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
     if levers.uses_deepspeed:
         said += version_said

@@ -84,7 +84,7 @@ def resolve_request(
     elif file is not None:
         said += file.said
     if path is not None and batch_per_gpu is not None and "effective_batch" not in explicit:
-        each, world = batch_per_gpu, hardware.world
+        each, world = batch_per_gpu, hardware.world // int(job.levers.get("sequence_parallel", 1))
         job = replace(job, effective_batch=each * world)
         said.append(Message("desk.batch-per-gpu", file=path.name, each=each, gpus=world, batch=each * world))
         explicit.add("effective_batch")

@@ -20,6 +20,7 @@ from tightfit.types import (
     DDP,
     PARTS,
     ZERO3,
+    Attention,
     Buckets,
     Checkpointing,
     ConfigError,
@@ -168,6 +169,8 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
             raise ConfigError(Message("inputs.fp32-on-nvme"))
     if levers.shard_within and (obstacle := find_group_obstacle(levers)) is not None:
         raise ConfigError(obstacle)
+    if levers.sequence_parallel > 1 and (obstacle := find_sharing_obstacle(levers, shape)) is not None:
+        raise ConfigError(obstacle)
     micro, depth = levers.micro_batch, shape.n_layers
     if micro * levers.sequence > MOST_TOKENS:
         raise ConfigError(Message("inputs.too-many-tokens", micro=micro, sequence=levers.sequence, most=MOST_TOKENS))
@@ -223,9 +226,39 @@ def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | N
     return None
 
 
-def check_groups(levers: Levers, world: int) -> None:
+def find_sharing_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
+    """Why GPUs cannot share the tokens of a sequence; None: they can. Of how many GPUs may not be known."""
+    size = levers.sequence_parallel
+    if levers.trainer != "tightfit":
+        return Message("inputs.sharing-is-ours", size=size)
+    if shape.scans:
+        return Message("inputs.sharing-scan", size=size, model=shape.name)
+    mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
+    if len(mixers) < len(shape.blocks):
+        return Message("inputs.sharing-unknown", size=size, model=shape.name)
+    # Each GPU gets as many heads; where heads of keys and values are fewer than GPUs, as many GPUs get a copy of each.
+    may = [
+        n
+        for n in range(1, min(mixer.heads for mixer in mixers) + 1)
+        if all(not mixer.heads % n and not (mixer.kv_heads % n and n % mixer.kv_heads) for mixer in mixers)
+        and not (world or 0) % n
+    ]
+    if size in may:
+        return None
+    heads = Listing(dict.fromkeys(str(mixer.heads) for mixer in mixers), "and")
+    kv_heads = Listing(dict.fromkeys(str(mixer.kv_heads) for mixer in mixers), "and")
+    said = {"size": size, "model": shape.name, "heads": heads, "kv_heads": kv_heads}
+    sizes = Listing(map(str, may), "or")
+    if world is None:
+        return Message("inputs.sharing-heads", **said, sizes=sizes)
+    return Message("inputs.sharing-gpus", **said, world=world, sizes=sizes)
+
+
+def check_groups(levers: Levers, shape: ModelShape, world: int) -> None:
     """Raise where the GPUs cannot be put into groups as the levers say."""
     if levers.shard_within and (obstacle := find_group_obstacle(levers, world)) is not None:
+        raise ConfigError(obstacle)
+    if levers.sequence_parallel > 1 and (obstacle := find_sharing_obstacle(levers, shape, world)) is not None:
         raise ConfigError(obstacle)
 
 
@@ -249,6 +282,8 @@ def find_compile_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
     # Its hooks fetch each parameter when its module is called, which no graph of a layer survives.
     if levers.stage == 3:
         return Message("inputs.compile-zero3")
+    if levers.sequence_parallel > 1:  # attention exchanges heads for tokens in the middle of a layer
+        return Message("inputs.compile-sharing", size=levers.sequence_parallel)
     if any(isinstance(block.mixer, Traced) for block in shape.blocks):  # neither its graph nor its price is known
         return Message("inputs.compile-unknown", model=shape.name)
     if any(isinstance(block.mixer, Mamba1) for block in shape.blocks) and levers.scan != "tightfit":

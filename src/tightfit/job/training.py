@@ -186,6 +186,10 @@ class _Translation:
                 self._put(f"levers.{lever}", count, name)
             self.said.append(Message("job.batch-kept", where=self.file, factors=Listing(factors, "and")))
             return
+        levers = self.tree.get("levers")
+        shared = levers.get("sequence_parallel") if isinstance(levers, Mapping) else None
+        if isinstance(shared, int) and shared > 0 and world % shared == 0:  # GPUs that read the same samples
+            world //= shared
         batch = world * math.prod(count for _, count in given)
         self._put("effective_batch", batch, given[0][0])
         self.said.append(Message("job.batch-is", factors=" × ".join(factors), gpus=world, file=self.file, batch=batch))

@@ -82,8 +82,6 @@ def plan_within(
         said = (*said, Message("plan.no-fp16", name=hardware.gpu.name, stands_in=STANDS_IN))
     question = question_of(job, shape, hardware).within(bounds)
     check_pins(question.trainer, question.base, shape, question.pinned)
-    base = question.base
-    check_groups(base, hardware.world)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
     answer = answer_question(job, question, said, advice=bounds.advice)
@@ -158,12 +156,13 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
     """What is asked of the search, with the effective batch that every candidate must keep. Where the CPU stands in for
     GPUs, both of its ranks run: that is what it is there for."""
     base, fixed = levers_of(job, shape), pinned(job)
-    batch, lora = job.effective_batch, job.lora
+    check_groups(base, shape, hardware.world)
+    batch, lora, ranks = job.effective_batch, job.lora, base.data_ranks(hardware.world)
     if not batch and {"micro_batch", "accumulation"} <= fixed:
-        batch = base.micro_batch * base.accumulation * hardware.world
+        batch = base.micro_batch * base.accumulation * ranks
     elif not batch:
         least = base.micro_batch if "micro_batch" in fixed else base.accumulation if "accumulation" in fixed else 1
-        batch = hardware.world * least * -(-SEQUENCES_A_GPU // least)
+        batch = ranks * least * -(-SEQUENCES_A_GPU // least)
     question = Question(
         shape=shape,
         base=base,
@@ -188,16 +187,25 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
 
 def _check_batch(question: Question) -> None:
     """A ConfigError for a batch that the GPUs, with what is pinned, cannot share evenly."""
-    world, batch, base = question.hardware.world, question.effective_batch, question.base
+    batch, base = question.effective_batch, question.base
+    ranks = base.data_ranks(question.hardware.world)
     flags = {name: getattr(base, name) for name in ("micro_batch", "accumulation") if name in question.pinned}
-    steps = world * prod(flags.values())
+    steps = ranks * prod(flags.values())
     both = {"micro_batch", "accumulation"} <= question.pinned
     if batch % steps == 0 and (not both or batch == steps):
         return
     below = batch // steps * steps
+    shared = base.sequence_parallel if base.sequence_parallel > 1 else None
     near = [steps] if both or below == 0 else [below, below + steps]
     raise ConfigError(
-        Message("plan.uneven-batch", batch=batch, gpus=world, near=Listing(map(str, near), "or"), **flags)
+        Message(
+            "plan.uneven-batch",
+            batch=batch,
+            gpus=question.hardware.world,
+            shared=shared,
+            near=Listing(map(str, near), "or"),
+            **flags,
+        )
     )
 
 
@@ -209,7 +217,7 @@ def settle_selection(shape: ModelShape, levers: Levers, hardware: Hardware) -> L
         base=levers,
         pinned=frozenset({*(lever.name for lever in LEVERS.values()), "buckets"}),
         hardware=hardware,
-        effective_batch=levers.micro_batch * levers.accumulation * hardware.world,
+        effective_batch=levers.micro_batch * levers.accumulation * levers.data_ranks(hardware.world),
         margin=Limits().margin,
         trainer=Abilities(trainer=levers.trainer),
         every_gpu=True,

@@ -205,7 +205,7 @@ def corners(
     our own worker."""
     trainer = trainer or Abilities()
     searched = is_searched(base, pinned)
-    share = effective_batch // hardware.world
+    share = effective_batch // base.data_ranks(hardware.world)
     attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware, trainer)
     choices = [KernelChoice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
     losses: tuple[Loss, ...] = ("plain", "fused")

@@ -188,11 +188,12 @@ def more_machines(hardware: Hardware) -> list[Hardware]:
 def count_gpus(question: Question, *, batch_asked: bool) -> int | None:
     """The smallest number of these GPUs that would do; None: no number would, up to a thousand. An effective batch that
     was asked for stays, so the GPUs must share it evenly; the usual one grows with them."""
-    hardware, batch = question.hardware, question.effective_batch
+    hardware, batch, ranks = question.hardware, question.effective_batch, question.base.data_ranks
+    each = batch // ranks(hardware.world)
     larger = [
-        replace(question, hardware=more, effective_batch=batch if batch_asked else batch // hardware.world * more.world)
+        replace(question, hardware=more, effective_batch=batch if batch_asked else each * ranks(more.world))
         for more in more_machines(hardware)
-        if not batch_asked or batch % more.world == 0
+        if (question.splits_over(more) if batch_asked else more.world % question.base.sequence_parallel == 0)
     ]
     low, high = -1, 0
     while high < len(larger) and not fits_at_all(larger[high]):

@@ -50,10 +50,10 @@ def largest_micro_batch(job: Job, shape: ModelShape, hardware: Hardware, bounds:
     """Sequences in one forward pass of one GPU, without accumulation unless that is pinned."""
     if "micro_batch" in job.levers:
         raise ConfigError(Message("plan.max-and-micro-batch"))
-    accumulation = levers_of(job, shape).accumulation
+    levers = levers_of(job, shape)
 
     def asked(micro: int) -> Job:
-        batch = micro * accumulation * hardware.world
+        batch = micro * levers.accumulation * levers.data_ranks(hardware.world)
         return replace(job, effective_batch=batch, levers={**job.levers, "micro_batch": micro})
 
     micro, found = _largest(asked, MOST_SEQUENCES, shape, hardware, bounds)

@@ -57,7 +57,7 @@ class Way:
 
     @property
     def effective_batch(self) -> int:
-        return self.levers.micro_batch * self.levers.accumulation * self.world
+        return self.levers.micro_batch * self.levers.accumulation * self.levers.data_ranks(self.world)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,11 @@ class Question:
     def without_compiler(self) -> Question:
         return replace(self, base=replace(self.base, compile="off"), pinned=self.pinned | {"compile"})
 
+    def splits_over(self, hardware: Hardware) -> bool:
+        """Whether these GPUs, or groups of them that share sequences, have as many sequences of the batch each."""
+        groups, left = divmod(hardware.world, self.base.sequence_parallel)
+        return not left and self.effective_batch % groups == 0
+
     @property
     def gpu_limit_bytes(self) -> int:
         return int(self.hardware.gpu.memory_bytes * (1 - self.margin))

@@ -106,7 +106,7 @@ def _smaller(question: Question) -> Iterator[Question]:
     most = hardware.gpus_per_node - 1 if hardware.nodes == 1 else hardware.gpus_per_node
     one_node = [replace(hardware, nodes=1, gpus_per_node=gpus) for gpus in range(most, 0, -1)]
     for fewer in (*whole_nodes, *one_node):
-        if question.effective_batch % fewer.world == 0:
+        if question.splits_over(fewer):
             yield replace(question, hardware=fewer)
 
 

@@ -119,14 +119,15 @@ def apply_tier(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str
     pins = {key: value for key, value in own.items() if f"levers.{key}" not in explicit}
     levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
     changes["levers"] = levers
+    ranks = max(1, hardware.world // int(levers.get("sequence_parallel", 1)))
     if "effective_batch" in explicit and job.effective_batch is not None:
-        share, rest = divmod(job.effective_batch, hardware.world)
+        share, rest = divmod(job.effective_batch, ranks)
         if "levers.accum" not in explicit and not rest:  # the tier's accumulation follows, then its micro batch
             most = min(int(levers["micro_batch"]), max(share, 1))
             micro = next(size for size in range(most, 0, -1) if share % size == 0)
             changes["levers"] = {**levers, "micro_batch": micro, "accum": share // micro}
     else:
-        batch = int(levers["micro_batch"]) * int(levers["accum"]) * hardware.world
+        batch = int(levers["micro_batch"]) * int(levers["accum"]) * ranks
         changes["effective_batch"] = batch
         costs.append(Message("plan.tier-batch", batch=batch))
     return replace(job, **changes), tuple(costs)

@@ -27,6 +27,9 @@ class Told:
 
     def __init__(self) -> None:
         self.several = False
+        self.position_ids: Tensor | None = (
+            None  # of whole rows, where ranks share them; None: those that are asked about
+        )
         install()
 
     def __enter__(self) -> None:
@@ -48,7 +51,8 @@ def install() -> None:
             if Told.now is None:
                 found: Tensor | None = ask(position_ids)
                 return found
-            return number_documents(position_ids) if Told.now.several else None
+            whole = Told.now.position_ids
+            return number_documents(position_ids if whole is None else whole) if Told.now.several else None
 
         masks.find_packed_sequence_indices = find_packed_sequence_indices
     flash: Any = import_module("transformers.modeling_flash_attention_utils")

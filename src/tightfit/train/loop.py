@@ -69,6 +69,9 @@ class Windows:
         # The kernel that runs, not the one that was asked for: sdpa would pay for a long row with the square of it.
         self._one_row = attention_of(levers, place.on_gpu)[0] == "flash"
         self._compiler = compiler
+        # Ranks that share sequences are neighbours, and read the same samples.
+        self.readers = levers.data_ranks(place.world)
+        self.number = place.rank // levers.sequence_parallel  # of this one among them
 
     def window(self, step: int) -> Window:
         if self._ahead is not None and self._ahead[0] == step:
@@ -81,8 +84,8 @@ class Windows:
 
     def of(self, indices: Any) -> Window:
         """The window of these samples, in this order."""
-        micro, rank = self._levers.micro_batch, self._place.rank
-        begins = range(rank * micro, len(indices) + rank * micro, micro * self._place.world)
+        micro, number = self._levers.micro_batch, self.number
+        begins = range(number * micro, len(indices) + number * micro, micro * self.readers)
         return Window(
             micro_batches=tuple(indices[begin : begin + micro] for begin in begins),
             divisor=float(max(1, int(self.samples.loss_tokens[indices].sum()))),
@@ -110,7 +113,7 @@ class Windows:
         is_compiled = self._compiler is not None and self._compiler.is_at_work
         longest = int(self.samples.lengths[indices].max()) if is_compiled else 0
         width = fix_width(longest, self.samples.sequence) if longest else None
-        made = batch(self.samples, indices, self._pad, pad_to=width)
+        made = batch(self.samples, indices, self._pad, pad_to=width, parts=self._levers.sequence_parallel)
         if unheard is not None:
             made.labels[torch.as_tensor(unheard)] = IGNORED
         if made.position_ids is not None and self._one_row:
@@ -303,15 +306,15 @@ class Loop:
         if self.held is None or not is_due:
             return
         samples = self.held.samples
-        micro, world = self.config.levers.micro_batch, self.place.world
+        micro, world, held = self.config.levers.micro_batch, self.place.world, self.held
         added = torch.zeros((), dtype=torch.float64, device=self.place.device)
         self.events.heartbeat.at("eval", step + 1)
         began = time.monotonic()
         self.engine.train(False)
         with torch.no_grad():
-            for begin in range(0, len(samples), micro * world):
-                indices = np.arange(micro) + begin + self.place.rank * micro
-                inputs = self.held.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
+            for begin in range(0, len(samples), micro * held.readers):
+                indices = np.arange(micro) + begin + held.number * micro
+                inputs = held.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
                 # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
                 added += self.engine.forward(inputs, 1.0).double() / world
         self.engine.train(True)

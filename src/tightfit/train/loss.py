@@ -173,6 +173,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         return *grads, None, None, None
 
 
+def shift(labels_BL: Tensor) -> Tensor:
+    """For each token the label of the next one in its row; the last has none."""
+    return torch.nn.functional.pad(labels_BL, (0, 1), value=-100)[..., 1:]
+
+
 def linear_cross_entropy(
     hidden_BLH: Tensor,
     weight_VH: Tensor,
@@ -181,10 +186,12 @@ def linear_cross_entropy(
     *,
     bias_V: Tensor | None = None,
     shaping: Shaping = AS_THEY_ARE,
+    shifted: bool = False,
 ) -> Tensor:
-    """Next-token loss of the logits `hidden @ weight.T + bias` against `labels` shifted by one; -100 is ignored. The
-    sum over tokens is divided by `divisor`; None: by their number, which gives the mean."""
-    labels_T = torch.nn.functional.pad(labels_BL, (0, 1), value=-100)[..., 1:].reshape(-1)
+    """Next-token loss of the logits `hidden @ weight.T + bias` against `labels` shifted by one, unless they are
+    `shifted` already; -100 is ignored. The sum over tokens is divided by `divisor`; None: by their number, which gives
+    the mean."""
+    labels_T = (labels_BL if shifted else shift(labels_BL)).reshape(-1)
     hidden_TH = hidden_BLH.reshape(-1, hidden_BLH.shape[-1])
     if not torch.is_grad_enabled():  # a Function is told that a parameter wants its gradient all the same
         weight_VH, bias_V = weight_VH.detach(), None if bias_V is None else bias_V.detach()
@@ -210,7 +217,8 @@ class WindowLoss:
     micro batch's sum is therefore divided by the tokens of the window, which `divisor` holds, set before each pass.
     """
 
-    def __init__(self, model: Any, kind: Loss) -> None:
+    def __init__(self, model: Any, kind: Loss, *, shifted: bool = False) -> None:
+        """`shifted`: every token comes with the label of the next one, as those do that are a part of a row."""
         self.divisor = 1.0
         body = body_of(model)
         if kind == "plain":
@@ -222,7 +230,13 @@ class WindowLoss:
 
                 nonlocal asked
                 asked = True
-                loss: Tensor = ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=self.divisor)
+                loss: Tensor = ForCausalLMLoss(
+                    logits,
+                    labels,
+                    vocab_size,
+                    num_items_in_batch=self.divisor,
+                    shift_labels=labels if shifted else None,
+                )
                 return loss
 
             def check(body: Any, *_: Any) -> None:
@@ -245,7 +259,7 @@ class WindowLoss:
                 hidden = hidden.to(self.weight.dtype)
                 bias = getattr(self, "bias", None)
                 return linear_cross_entropy(
-                    hidden, self.weight, self.labels, divide.divisor, bias_V=bias, shaping=shaping
+                    hidden, self.weight, self.labels, divide.divisor, bias_V=bias, shaping=shaping, shifted=shifted
                 )
 
             def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:

@@ -329,7 +329,7 @@ def _price(question: Question, last: Levers) -> Way:
     levers = replace(last, **{name: getattr(question.base, name) for name in (*_OWN, *question.pinned)})
     if (levers.checkpointing.layers or 0) > question.shape.n_layers:
         levers = replace(levers, checkpointing=Checkpointing(layers=None))
-    each = max(1, question.effective_batch // question.hardware.world)
+    each = max(1, question.effective_batch // levers.data_ranks(question.hardware.world))
     micro = next(size for size in range(min(levers.micro_batch, each), 0, -1) if each % size == 0)
     levers = replace(levers, micro_batch=micro, accumulation=each // micro)
     check_levers(levers, question.shape)

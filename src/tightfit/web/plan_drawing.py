@@ -211,7 +211,7 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
         # A batch that was asked for grows to the next one that the micro batch divides.
         changes = {"seq": str(length), "micro_batch": str(size), "accum": ""}
         if answer.asked.get("effective_batch"):
-            steps = size * answer.plan.hardware.world
+            steps = size * way.levers.data_ranks(answer.plan.hardware.world)
             changes["effective_batch"] = str(steps * max(1, -(-answer.plan.effective_batch // steps)))
         return Cell(
             sequence=length,
@@ -229,7 +229,7 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
 
 def _fits_otherwise(question: Question, length: int, size: int) -> bool:
     """A step is as many sequences as `plan` would take where none were asked for."""
-    batch = question.hardware.world * size * -(-SEQUENCES_A_GPU // size)
+    batch = question.base.data_ranks(question.hardware.world) * size * -(-SEQUENCES_A_GPU // size)
     if batch > MOST_BATCH:
         return False
     base = replace(question.base, sequence=length, micro_batch=size, accumulation=1)

@@ -56,7 +56,8 @@ def deepspeed_json(plan: Plan, target: Target) -> str:
         if holds:
             raise ConfigError(why)
     values: Block = {
-        "train_batch_size": way.effective_batch,
+        # DeepSpeed takes every rank for one that reads samples of its own, and would count more than there are.
+        **({"train_batch_size": way.effective_batch} if levers.sequence_parallel == 1 else {}),
         "train_micro_batch_size_per_gpu": levers.micro_batch,
         "gradient_accumulation_steps": levers.accumulation,
         "gradient_clipping": clip(job, levers),

@@ -135,13 +135,17 @@ def explain(spec: DataSpec, tokenizer: Any) -> tuple[Said, ...]:
     return (*codec_of(tokenizer, spec.template).said, *(resolved.talks.said if resolved else ()))
 
 
-def batch(samples: Samples, indices: Sequence[int] | Ints, pad_id: int, *, pad_to: int | None = None) -> TokenBatch:
-    """The rows padded on the right to `pad_to`, or to the longest of them and a multiple of 8."""
+def batch(
+    samples: Samples, indices: Sequence[int] | Ints, pad_id: int, *, pad_to: int | None = None, parts: int = 1
+) -> TokenBatch:
+    """The rows padded on the right to `pad_to`, or to the longest of them and a multiple of 8; and so that they can be
+    cut into as many equal parts."""
     import torch
 
     rows = [samples[int(index)] for index in indices]
     longest = max(len(row.ids) for row in rows)
     width = pad_to or min(-(-longest // MULTIPLE) * MULTIPLE, max(samples.sequence, longest))
+    width = -(-width // parts) * parts
     if width < longest:
         raise ValueError(f"a row of {longest} tokens does not fit into {width}")
     ids = np.full((len(rows), width), pad_id, dtype=np.int64)

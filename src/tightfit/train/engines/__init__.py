@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from tightfit.train.nvme import is_on_nvme
 from tightfit.train.optimizers import BLOCK, Which, read_8bit, write_8bit
 from tightfit.train.place import Place
 from tightfit.train.shards import Shard, outline
+from tightfit.train.ulysses import SequenceParts
 from tightfit.types import Levers, Optimizer, TightfitError
 
 MASTER = "master"  # the kind of the fp32 copies of weights; moments are called as torch's optimizers call them
@@ -157,7 +159,8 @@ class Engine(ABC):
 
     def __init__(self, model: Any, levers: Levers, place: Place) -> None:
         self.model, self._levers, self._place = model, levers, place
-        self._loss = WindowLoss(model, levers.loss)
+        self._parts = None if levers.sequence_parallel == 1 else SequenceParts(model, levers, place)
+        self._loss = WindowLoss(model, levers.loss, shifted=self._parts is not None)
         self._runs: Any = model  # what is called: the model, or what a library puts around it
         self._documents = documents.Told()
 
@@ -166,9 +169,20 @@ class Engine(ABC):
         of the window that count."""
         self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
         self._documents.several = "position_ids" in inputs
-        with self._documents:
+        if self._parts is not None:
+            inputs = self._parts.cut(inputs)
+            self._documents.position_ids = self._parts.position_ids
+        with self._inside():
             loss: Tensor = self._runs(**inputs, use_cache=False).loss
+        if self._parts is not None:
+            self._parts.check()
         return loss
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """A pass, forward or backward, where layers may run once more."""
+        with self._documents, nullcontext() if self._parts is None else self._parts:
+            yield
 
     def train(self, mode: bool) -> None:
         """Training, or evaluation."""

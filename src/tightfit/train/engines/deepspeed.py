@@ -100,7 +100,7 @@ class DeepSpeed(Engine):
             # DeepSpeed (0.19.8) divides the gradient of what its forward pass returned by the accumulation, unless a
             # hook of its `backward` on the same tensor has been called before: which comes later, and so in vain.
             loss = loss.clone()
-        with self._documents:
+        with self._inside():
             self._engine.backward(loss, scale_wrt_gas=False)
         if not last:
             self._engine.step()  # which only counts the micro batches

@@ -36,7 +36,7 @@ class ScaledEngine(Engine):
         return torch.amp.GradScaler(self._rests_on, first, growth_interval=GROWTH_INTERVAL, enabled=is_fp16)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        with self._documents:
+        with self._inside():
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def _launch(self, grads: list[Tensor], reduce: Callable[[Tensor], Any] | None = None) -> Launched:

@@ -1,0 +1,208 @@
+"""Sequences that several ranks share: Ulysses.
+
+Neighbouring ranks read the same rows, and each has an equal part of their tokens. Everything but attention looks at
+tokens one by one. Around attention the ranks of a group exchange what they have: all heads of some tokens become some
+heads of all tokens, and its output goes the other way. To all else these ranks are ranks like others: the gradient of a
+row is the sum of its parts' gradients, so whatever reduces gradients over all ranks adds these up too.
+
+The exchange is an autograd function around `all_to_all_single`, put around the attention functions of transformers.
+DeepSpeed has the same (`UlyssesSPAttentionHF`, `_SeqAllToAll`), which needs its own groups and loader, changes by which
+number ZeRO divides gradients, and would have to be there for engines that are torch's alone.
+
+Masks are made for whole rows, and so is what tells documents apart (`documents.py`). Where the frequencies of a rotary
+embedding depend on the length of a row, they are computed for the whole of it.
+
+Shapes: B rows, T tokens of a part, L of whole rows, H heads, D a head's width; h of this rank's heads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.messages import Message
+from tightfit.train.build import layers_of
+from tightfit.train.loss import shift
+from tightfit.train.place import GROUP_TIMEOUT, Place
+from tightfit.types import Levers, ModelError
+
+EAGER = "eager_attention_forward"
+"""What modules of transformers call the attention that each of them writes out; it stands in no registry."""
+INSTALLED = "tightfit_shares"  # the mark on a function that has the exchange around it
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies change with the length of a row."""
+
+
+class SequenceParts:
+    """This rank's part of the rows that it shares. `with parts:` around each pass, forward and backward."""
+
+    now: ClassVar[SequenceParts | None] = None
+
+    def __init__(self, model: Any, levers: Levers, place: Place) -> None:
+        self.size, self._sequence = levers.sequence_parallel, levers.sequence
+        self.index = place.rank % self.size
+        self.group, _ = dist.new_subgroups(self.size, timeout=GROUP_TIMEOUT)  # type: ignore[no-untyped-call]
+        self.position_ids: Tensor | None = None  # of the whole rows that were cut last
+        self._model, self._layers, self._checked, self.exchanged = model, len(layers_of(model)), False, 0
+        install(model)
+
+    def __enter__(self) -> None:
+        SequenceParts.now = self
+
+    def __exit__(self, *_: object) -> None:
+        SequenceParts.now = None
+
+    def cut(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's tokens of each row. Their labels are those of the next token, which another rank may have."""
+        ids_BL, labels_BL = inputs["input_ids"], inputs["labels"]
+        positions_BL = inputs.get("position_ids")
+        if positions_BL is None:
+            positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
+        self.position_ids = positions_BL
+        # Rows are padded so that they can be cut, perhaps beyond the last position that a model has learnt.
+        positions_BL = positions_BL.clamp(max=self._sequence - 1)
+        found = {"input_ids": ids_BL, "labels": shift(labels_BL), "position_ids": positions_BL}
+        return {name: self.part(whole).contiguous() for name, whole in found.items()}
+
+    def part(self, whole_BL: Tensor) -> Tensor:
+        """Of what has a number for each token of a row, those of this rank's tokens."""
+        return whole_BL.chunk(self.size, dim=1)[self.index]
+
+    def check(self) -> None:
+        """A model may compute its attention in a way of its own: then its losses would be wrong, and look right."""
+        if not self._checked and self.exchanged < self._layers:
+            raise ModelError(Message("train.attention-unshared", model=type(self._model).__name__, size=self.size))
+        self._checked = True
+
+
+def attend(
+    attention: Callable[..., Any],
+    parts: SequenceParts,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """What an attention function of transformers returns for this rank's tokens."""
+    parts.exchanged += 1
+    if (copies := parts.size // key.shape[1]) > 1:  # fewer heads than ranks: several ranks have the same
+        key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
+    query_BhLD, key_BhLD, value_BhLD = (gather_tokens(each, parts) for each in (query, key, value))
+    if hasattr(module, "num_key_value_groups"):
+        module.num_key_value_groups = (
+            query_BhLD.shape[1] // key_BhLD.shape[1]
+        )  # fewer than the model's own after copies
+    if named.get("position_ids") is not None:
+        named["position_ids"] = parts.position_ids
+    output_BLhD, weights = attention(module, query_BhLD, key_BhLD, value_BhLD, *rest, **named)
+    return gather_heads(output_BLhD, parts), weights
+
+
+def gather_tokens(some_BHTD: Tensor, parts: SequenceParts) -> Tensor:
+    """(B, H, T, D) → (B, h, L, D). What arrives is laid out so that no copy of it is made."""
+    arrived: Tensor = _Exchange.apply(some_BHTD.unflatten(1, (parts.size, -1)).permute(1, 3, 0, 2, 4), parts.group)  # type: ignore[no-untyped-call]
+    return arrived.flatten(0, 1).permute(1, 2, 0, 3)
+
+
+def gather_heads(some_BLhD: Tensor, parts: SequenceParts) -> Tensor:
+    """(B, L, h, D) → (B, T, H, D)."""
+    arrived: Tensor = _Exchange.apply(some_BLhD.unflatten(1, (parts.size, -1)).permute(1, 2, 0, 3, 4), parts.group)  # type: ignore[no-untyped-call]
+    return arrived.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+class _Exchange(torch.autograd.Function):
+    """Of the first dimension each rank gets an element from every rank; the gradient goes back in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return exchange(sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        return exchange(grad, ctx.group), None
+
+
+def exchange(sent: Tensor, group: Any) -> Tensor:
+    sent = sent.contiguous()
+    arrived = torch.empty_like(sent)
+    dist.all_to_all_single(arrived, sent, group=group)
+    return arrived
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+def install(model: Any) -> None:
+    """Put the exchange around attention; what is there already stays. Outside of `SequenceParts` nothing changes."""
+    attentions: Any = import_module("transformers.modeling_utils").AttentionInterface
+    for name, attention in list(attentions._global_mapping.items()):
+        if not name.startswith("paged"):
+            attentions.register(name, _around(attention))
+    for written in {type(module).__module__ for module in model.modules()}:
+        if (eager := getattr(sys.modules[written], EAGER, None)) is not None:
+            setattr(sys.modules[written], EAGER, _around(eager))
+    masks: Any = import_module("transformers.masking_utils").AttentionMaskInterface
+    for name, make in list(masks._global_mapping.items()):
+        masks.register(name, _of_whole_rows(make))
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", ())
+        if any(kind in str(kinds) for kind in LENGTH_DEPENDENT):
+            module.register_forward_pre_hook(_show_whole_rows, with_kwargs=True)
+            module.register_forward_hook(_cut_rotary)
+
+
+def _around(attention: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(attention, INSTALLED):
+        return attention
+
+    @wraps(attention)
+    def attend_together(module: Any, *words: Any, **named: Any) -> Any:
+        parts = SequenceParts.now
+        here = attention if parts is None else partial(attend, attention, parts)
+        return here(module, *words, **named)
+
+    setattr(attend_together, INSTALLED, True)
+    return attend_together
+
+
+def _of_whole_rows(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`: what makes a mask, of as many queries and keys as it is told."""
+    if hasattr(make, INSTALLED):
+        return make
+
+    @wraps(make)
+    def make_for_whole_rows(*words: Any, **named: Any) -> Any:
+        if (parts := SequenceParts.now) is not None:
+            for length in {"q_length", "kv_length"} & named.keys():
+                named[length] *= parts.size
+            if (places := named.get("cache_position")) is not None:  # in the place of q_length, before transformers 5
+                named["cache_position"] = torch.arange(len(places) * parts.size, device=places.device)
+        return make(*words, **named)
+
+    setattr(make_for_whole_rows, INSTALLED, True)
+    return make_for_whole_rows
+
+
+def _show_whole_rows(_: nn.Module, words: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Of a rotary embedding, which is called with a tensor of some dtype and with the positions."""
+    if (parts := SequenceParts.now) is None:
+        return words, named
+    if "position_ids" in named:
+        return words, {**named, "position_ids": parts.position_ids}
+    return (words[0], parts.position_ids, *words[2:]), named
+
+
+def _cut_rotary(_: nn.Module, __: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    parts = SequenceParts.now
+    return tables if parts is None else tuple(parts.part(each) for each in tables)
