@@ -236,7 +236,26 @@ GROUPS: dict[str, dict[str, Any]] = {
                                              "checkpointing": "full"},
 }  # fmt: skip
 """One rank of two nodes, whose GPUs have a copy of the weights for each node, or for a part of one."""
-SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN, "groups": GROUPS}
+LONG = {"compile": "off", "checkpointing": "full", "seq": 32_768}
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "8B LoRA, FSDP2, 8 GPUs per sequence of 65536": {**LORA, **LONG, "gpus": "8xH200", "engine": "fsdp2", "seq": 65_536,
+                                                     "micro_batch": 1, "sequence_parallel": 8},
+    "8B LoRA, ZeRO-3, 4 GPUs per sequence": {**LORA, **LONG, "gpus": "8xH200", "engine": "zero3", "micro_batch": 1,
+                                             "sequence_parallel": 4},
+    "7.6B full, FSDP2, 4 GPUs per sequence": {**ONE_OF_8, **LONG, "sequence_parallel": 4},
+    "7.6B full, FSDP2, 2 GPUs per sequence of 8192, none": {**ONE_OF_8, **LONG, "sequence_parallel": 2, "seq": 8192,
+                                                            "checkpointing": "none"},
+    "1B full, ZeRO-2, 4 GPUs per sequence, twice": {**ONE_BILLION, **LONG, "engine": "zero2", "micro_batch": 1,
+                                                    "accum": 2, "sequence_parallel": 4},
+    "1B full, FSDP2, 4 GPUs per sequence of 8192, 2 rows": {**ONE_BILLION, **LONG, "engine": "fsdp2", "micro_batch": 2,
+                                                            "seq": 8192, "sequence_parallel": 4},
+    "Qwen3 8B full, FSDP2, 4 GPUs per sequence, mlp": {**QWEN3, **LONG, "engine": "fsdp2", "sequence_parallel": 4,
+                                                       "checkpointing": "select:mlp"},
+    "7.6B full, FSDP2 in groups of 8, 4 GPUs per sequence": {**TWO_NODES, **LONG, "engine": "fsdp2",
+                                                             "sequence_parallel": 4},
+}  # fmt: skip
+"""One rank of several that share each sequence."""
+SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN, "groups": GROUPS, "sequences": SEQUENCES}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 
@@ -286,7 +305,8 @@ def prepare(args: argparse.Namespace) -> None:
         wanted = {**USUAL, **row}
         config, layers = wanted.pop("model")
         ranks = count_gpus(wanted["gpus"])
-        wanted["effective_batch"] = wanted["micro_batch"] * wanted["accum"] * ranks
+        readers = ranks // wanted.get("sequence_parallel", 1)
+        wanted["effective_batch"] = wanted["micro_batch"] * wanted["accum"] * readers
         place = args.path / name_of(name) / "said"
         fast.write_plan(place, {"model": {**config, "num_hidden_layers": layers}, **wanted})
         if not (place / "worker.json").exists():

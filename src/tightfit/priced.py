@@ -204,6 +204,8 @@ def strategy_name(levers: Levers) -> Said:
     engine: Said = ENGINES[levers.engine]
     if levers.shard_within:
         engine = Message("plan.in-groups", engine=engine, size=levers.shard_within)
+    if levers.sequence_parallel > 1:
+        engine = Message("plan.shares-sequences", engine=engine, size=levers.sequence_parallel)
     optimizer, param = levers.offload_optimizer, levers.offload_param
     places = {"cpu": "CPU", "nvme": "NVMe"}
     if param == optimizer:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from tightfit.inputs.flags import divisors, find_sharing_obstacle
 from tightfit.pace import Clock, pace, step_seconds
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
@@ -25,6 +26,7 @@ from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
 from tightfit.types import DDP, Buckets, Checkpointing, Levers
 
+LONG_TOKENS = 16_384  # of a sequence that is worth cutting: its activations outweigh what a node sends for it
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
 
@@ -125,7 +127,21 @@ def _strategies(question: Question) -> list[Levers]:
         known = question.engines is None or levers.engine in question.engines
         return known and question.trainer.starts(levers.engine, levers, question.hardware)
 
-    return [*filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))]
+    ways = filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))
+    return [way for levers in ways for way in _share_sequences(question, levers)]
+
+
+def _share_sequences(question: Question, levers: Levers) -> list[Levers]:
+    """With a GPU for each sequence and, where these are long, with several, as many as one node has at most."""
+    hardware, found = question.hardware, [levers]
+    if "sequence_parallel" in question.pinned or levers.sequence < LONG_TOKENS:
+        return found
+    for size in divisors(hardware.gpus_per_node):
+        shared = replace(levers, sequence_parallel=size)
+        has_batch = question.effective_batch % shared.data_ranks(hardware.world) == 0
+        if has_batch and find_sharing_obstacle(shared, question.shape, hardware.world) is None:
+            found.append(shared)
+    return found
 
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:

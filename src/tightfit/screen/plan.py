@@ -275,7 +275,7 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
         "engine": f"{ENGINES[levers.engine]}{f' ÷{levers.shard_within}' if levers.shard_within else ''}",
         "offload": _offload(levers),
         "checkpoint": _depth(levers.checkpointing),
-        "batch": f"{levers.micro_batch} × {levers.accumulation}",
+        "batch": f"{levers.micro_batch}{_parts(levers)} × {levers.accumulation}",
         "GPUs": str(way.world),
         "GPU": "",
         "GiB": f"{way.footprint.gpu.required_bytes / GIB:.1f}",
@@ -284,6 +284,11 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
         "free": f"{100 * way.gpu_spare_bytes / way.hardware.gpu.memory_bytes:.0f} %",
         "lacks": "+".join(lacking_bytes(way)),
     }
+
+
+def _parts(levers: Levers) -> str:
+    """Of each sequence a GPU has this part."""
+    return f"/{levers.sequence_parallel}" if levers.sequence_parallel > 1 else ""
 
 
 def _rate(way: Way) -> str:
