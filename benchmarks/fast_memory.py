@@ -255,7 +255,8 @@ SEQUENCES: dict[str, dict[str, Any]] = {
                                                              "sequence_parallel": 4},
 }  # fmt: skip
 """One rank of several that share each sequence."""
-SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN, "groups": GROUPS, "sequences": SEQUENCES}
+SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
+SETS |= {"groups": GROUPS, "sequences": SEQUENCES}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 

@@ -24,6 +24,7 @@ from tightfit.types import ConfigError, HardwareError
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # for a collective: one that takes longer hangs
 WRITING = timedelta(hours=6)  # for the rank whose disk is slowest, when a checkpoint is written
+EXCHANGE = "all_to_all_single"
 PATIENCE = timedelta(days=2)  # for the rank that downloads weights and tokenises data
 
 
@@ -125,9 +126,9 @@ def join(place: Place, store: Any) -> None:
 def join_alone(rank: int, world: int) -> None:
     """Become the one real rank of a group of `world`: torch's fake one, which allocates every buffer and sends nothing.
 
-    What it gathers are copies of this rank's own share. What it scatters, torch before 2.13 leaves as it lay in memory:
-    such gradients may be infinite, fp16 then skips every step, and the optimizer's memory is never measured. So this
-    rank's share is put there. It gathers by a copy for each rank, launched one by one; a real group launches once, and
+    What it gathers are copies of this rank's own share. What it scatters, torch before 2.13 leaves as it lay in memory,
+    and likewise what it exchanges: such gradients may be infinite, fp16 then skips every step, and the optimizer's
+    memory is never measured. So this rank's share is put there, or all that it has. It gathers by a copy for each rank, launched one by one; a real group launches once, and
     so does this one. Nothing more is allocated than in a real group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -138,6 +139,8 @@ def join_alone(rank: int, world: int) -> None:
         for module in (dist, dist.distributed_c10d):  # DeepSpeed and FSDP2 call both
             if hasattr(module, name):
                 setattr(module, name, fill_own_share(getattr(module, name)))
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, EXCHANGE, keep_own(getattr(module, EXCHANGE)))
     for name in ("all_gather_into_tensor", "all_gather_single"):
         for module in (dist, dist.distributed_c10d):
             if hasattr(module, name):
@@ -165,6 +168,18 @@ def gather_at_once(gather: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return gather_and_fill
+
+
+def keep_own(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose first argument is filled with the second, as if every rank had sent the same."""
+
+    def exchange_and_fill(output: torch.Tensor, given: torch.Tensor, *words: Any, **named: Any) -> Any:
+        done = exchange(output, given, *words, **named)
+        with torch.no_grad():
+            output.copy_(given)
+        return done
+
+    return exchange_and_fill
 
 
 def fill_own_share(scatter: Callable[..., Any]) -> Callable[..., Any]:
