@@ -4,10 +4,12 @@ namespaces that one link joins."""
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from desks import wait_until
 from faulty_training import JOB, LIMIT_S, STEPS, Trained
 
 import warm_desk
@@ -84,15 +86,55 @@ class TwoNodes:
         assert second.returncode is not None
         return Trained(self.run, first.returncode, out, err), second.returncode, said
 
-    def ranks(self, node: int) -> dict[int, int]:
-        """Of the ranks of a node that run: rank → process."""
-        found = {}
-        for entry in PROC.glob("[0-9]*"):
-            with suppress(OSError, ValueError, KeyError):
-                if f"{self.run}" not in os.readlink(entry / "cwd"):
-                    continue
-                lines = (entry / "environ").read_bytes().split(b"\0")
-                held = dict(line.decode().partition("=")[::2] for line in lines if b"=" in line)
-                if int(held["NODE_RANK"]) == node:
-                    found[int(held["RANK"])] = int(entry.name)
-        return found
+    def wait_for_fault(self, step: int) -> None:
+        """Until a rank breaks down that should, and a checkpoint stands."""
+        wait_until((self.run / f"checkpoints/step-{step:08d}/manifest.json").exists)
+        wait_until(lambda: list(self.run.glob("faults/*")))
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started: the ranks of a desk."""
+    return [
+        int(child) for task in (PROC / str(pid) / "task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+# --- two machines, as far as the network goes -----------------------------------------------------
+
+
+class Link:
+    """Two network namespaces that a pair of interfaces joins."""
+
+    ADDRESSES = ("10.213.7.1", "10.213.7.2")
+
+    def __init__(self) -> None:
+        number = os.getpid() % 100_000
+        self.namespaces = (f"tf{number}a", f"tf{number}b")
+        self.ends = (f"tfv{number}a", f"tfv{number}b")
+
+    def make(self, *, rate: str | None = None) -> None:
+        for namespace in self.namespaces:
+            run_tool("ip", "netns", "add", namespace)
+        run_tool("ip", "link", "add", self.ends[0], "type", "veth", "peer", "name", self.ends[1])
+        for namespace, end, address in zip(self.namespaces, self.ends, self.ADDRESSES, strict=True):
+            run_tool("ip", "link", "set", end, "netns", namespace)
+            run_tool("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", end)
+            run_tool("ip", "-n", namespace, "link", "set", "lo", "up")
+            run_tool("ip", "-n", namespace, "link", "set", end, "up")
+        if rate is not None:
+            shaped = ("tc", "qdisc", "add", "dev", self.ends[0], "root", "tbf", "rate", rate)
+            run_tool("ip", "netns", "exec", self.namespaces[0], *shaped, "burst", "256kbit", "latency", "100ms")
+
+    def set(self, state: str) -> None:
+        """`up` or `down`."""
+        run_tool("ip", "-n", self.namespaces[1], "link", "set", self.ends[1], state)
+
+    def remove(self) -> None:
+        for namespace in self.namespaces:
+            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
+
+
+def run_tool(*words: str) -> None:
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
