@@ -366,8 +366,6 @@ def test_a_desk_that_is_killed_takes_its_ranks_along_and_another_takes_over(unst
     assert unsteady.left_nothing()
 
 
-TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--master-addr", "a")
-
 # --- bad input ------------------------------------------------------------------------------------------
 
 
@@ -379,8 +377,8 @@ TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--master-addr", "a")
         (("--hang-timeout", "soon"), "--hang-timeout takes a time such as 300s, 10m or 1h, not 'soon'"),
         (("--hang-timeout", "0"), "--hang-timeout takes a time"),
         (
-            ("--nodes", "2", "--node-rank", "0", "--master-addr", "a", "--max-attempts", "3"),
-            "--max-attempts starts again",
+            ("--nodes", "2", "--node-rank", "0", "--master-addr", "no.such.machine.invalid", "--max-attempts", "3"),
+            "--master-addr no.such.machine.invalid is no machine that this one knows",
         ),
     ],
 )

@@ -56,21 +56,29 @@ def test_two_nodes_on_one_machine(shell: Shell) -> None:
     assert not (shell.folder / "o-node1").exists()
 
 
-def test_a_node_under_slurm(shell: Shell) -> None:
+def test_nodes_under_slurm(shell: Shell) -> None:
     step = {
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_ID": "0",
-        "SLURM_NODEID": "0",
         "SLURM_JOB_ID": "5",
-        "SLURM_STEP_NODELIST": "here[1-2]",
+        "SLURM_STEP_NODELIST": "localhost,other",
     }
     for name, value in step.items():
         shell.monkeypatch.setenv(name, value)
-    shell.run("options", *TINY)
-    found = told(shell.folder / "output")["told"]
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["WORLD_SIZE"]) == ("here1", "20005", "4")
+    cache, words = shell.folder.parent, (*TINY, "--output", str(shell.folder / "o"))
+    shell.monkeypatch.setenv("SLURM_NODEID", "1")
+    with desk("options", *words, cache=cache / "one") as second:
+        shell.monkeypatch.setenv("SLURM_NODEID", "0")
+        with desk("options", *words, cache=cache / "two") as first:
+            assert first.communicate(timeout=60)[1] == ""
+        assert second.communicate(timeout=60)[1] == ""
+    assert (first.returncode, second.returncode) == (0, 0)
+    for rank in range(4):
+        found = told(shell.folder / "o", rank)["told"]
+        assert (found["MASTER_ADDR"], found["MASTER_PORT"], found["WORLD_SIZE"]) == ("localhost", "20005", "4")
+        assert (found["RANK"], found["NODE_RANK"]) == (str(rank), str(rank // 2))
 
 
 def test_a_hostfile_starts_the_rendered_script(shell: Shell) -> None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 from tightfit.cli.flags import Parser, hang_timeout_s, pick, print_json, read_options
@@ -22,26 +23,29 @@ from tightfit.cli.plan import FLAGS, add_flags, job_parser
 from tightfit.desk.report import pace_report, plan_report
 from tightfit.desk.request import Request, each_stage, pick_stage, read_request
 from tightfit.formats.worker.read import WORKER_FILE
-from tightfit.hardware.machine import free_ram, this_machine
+from tightfit.hardware.machine import free_ram, occupancy, this_machine
 from tightfit.hardware.probes.card import CardProcess
 from tightfit.inputs.flags import flags_from_levers, spelt
 from tightfit.job.file import folder_of_merged_model, job_from_text, model_left_by
 from tightfit.messages import Listing, Message, text
 from tightfit.planner.plan import Plan
+from tightfit.runs import wire
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, check_folder
-from tightfit.runs.heartbeat import clear_beats
+from tightfit.runs.follower import Follower, Node, Work
 from tightfit.runs.launch import WORKER, Meeting
+from tightfit.runs.leader import Leader
 from tightfit.runs.own import OwnTrainer, Resume
-from tightfit.runs.records import RunFolder, RunRecord, read_run
+from tightfit.runs.records import RunFolder, RunRecord, put_aside, read_run
 from tightfit.runs.reservations import Reservation, check_port, free_port
-from tightfit.runs.run import Outcome, Signals, run
+from tightfit.runs.run import FAILED, STOPPED, USER, Outcome, Signals
 from tightfit.runs.supervise import Policy, RunResult, Supervisor
+from tightfit.runs.wire import Facts
 from tightfit.screen import open_console, open_errors, say
 from tightfit.screen.plan import draw_plan, draw_shortages, waiting
 from tightfit.screen.train import Board, draw_failure, draw_occupancy, draw_start, draw_summary
 from tightfit.start import train as start
-from tightfit.start.machine import Busy, reservations, wait_while_busy
+from tightfit.start.machine import Busy, Nodes, reservations, wait_while_busy
 from tightfit.start.train import Ready, TrainCourse, TrainOptions
 from tightfit.types import ConfigError, UserError
 
@@ -50,6 +54,7 @@ RUN_FLAGS = (
     "save_every=500|10m|1h|none keep_last=N keep_every=N resume=auto|none|PATH trust_pickle resume_anyway "
     "max_attempts=N hang_timeout=300s|10m|1h wait_for_gpu deepspeed_config=FILE port=N"
 )
+INTERRUPTED = 130
 WORKER_FLAGS = ("no_probe", "tensorboard", "wandb")  # what is passed on to the worker
 PREDICTED = ("low_s", "high_s", "causes", "rates")  # what is told of the predicted pace beside its figures
 WITH_PLAN = {field.name for field in fields(TrainOptions)} - {"deepspeed_config", "max_gpus"}
@@ -62,6 +67,9 @@ def train(argv: Sequence[str]) -> int:
     request, options = read_request(given), _read_train_options(given)
     if options.check_memory:
         return _check_memory(request, options)
+    nodes = start.nodes_of(request, options)
+    if nodes.rank > 0 and not options.dry_run:
+        return _follow_leader(request, options, argv, nodes)
     stages = each_stage(request)
     if not stages:
         return _train(request, options, argv)
@@ -86,7 +94,7 @@ def train(argv: Sequence[str]) -> int:
             if options.overwrite and merged.exists():
                 raise ConfigError(Message("cli.holds-what-stage", merged=merged, number=stage.number))
             say(text("cli.stage-in", words=stage.words, folder=stage.folder))
-            code = _train(request, options, argv)
+            code = _train(request, options, argv, more=stage.number < stage.count)
             if code != 0:
                 return code
         if stage.number < stage.count and not options.dry_run and model_left_by(stage.root, stage.number) is None:
@@ -140,7 +148,6 @@ def _read_train_options(given: Mapping[str, Any]) -> TrainOptions:
         Message("cli.node-rank-needs-nodes"): "node_rank" in given and "nodes" not in given,
         Message("cli.nodes-needs-node-rank", nodes=nodes, nodes2=nodes - 1): nodes > 1 and "node_rank" not in given,
         Message("cli.node-rank-must-0", nodes=nodes - 1, rank=rank): not 0 <= rank < nodes,
-        Message("cli.max-attempts-starts-again"): nodes > 1 and given.get("max_attempts", 1) != 1,
         Message("cli.nodes-needs-master-addr"): nodes > 1 and alone,
     }
     for problem, is_there in wrong.items():
@@ -152,8 +159,28 @@ def _read_train_options(given: Mapping[str, Any]) -> TrainOptions:
 # --- one run after another ----------------------------------------------------------------------
 
 
-def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
-    """One run."""
+def _train(request: Request, options: TrainOptions, argv: Sequence[str], *, more: bool = False) -> int:
+    """One run; `more`: another stage of the job follows."""
+    nodes = start.nodes_of(request, options)
+    if nodes.count == 1 or nodes.hostfile is not None or options.dry_run:
+        return _train_here(request, options, argv)
+    assert nodes.port is not None, "several nodes meet at one that all of them know"
+    leader, code = Leader(nodes.count, nodes.address, nodes.port), FAILED
+    try:
+        code = _train_here(request, options, argv, leader)
+        return code
+    except UserError:
+        code = USER
+        raise
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        raise
+    finally:
+        leader.close(code, more=more and code == 0)
+
+
+def _train_here(request: Request, options: TrainOptions, argv: Sequence[str], leader: Leader | None = None) -> int:
+    """Plan and supervise it from this machine."""
     resume = start.resume_of(options)
 
     def plan() -> Ready:
@@ -174,7 +201,7 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
                 draw_shortages(console, error.plan)
         raise
     more = not options.overwrite and start.asks_for_more(ready.folder, ready.files[WORKER_FILE])
-    check_folder(ready.own_folder, overwrite=options.overwrite, resume=resume.place, more=more)
+    check_folder(ready.folder, overwrite=options.overwrite, resume=resume.place, more=more)
     ready = replace(ready, said=(*ready.said, *filter(None, [start.describe_resume(resume, ready.folder, more=more)])))
     if request.port is not None and ready.nodes.rank == 0:
         check_port(request.port)
@@ -194,12 +221,14 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
         say(console, text("cli.nothing-started-written", ranks=ready.worker.ranks, where=where, folder=ready.folder))
         return 0
     claimed = ClaimedFolder.claim(
-        ready.own_folder, overwrite=options.overwrite, resume=resume.place, take_over=options.take_over, more=more
+        ready.folder, overwrite=options.overwrite, resume=resume.place, take_over=options.take_over, more=more
     )
     record = RunRecord.begin(("tightfit", "train", *argv))
     switches = tuple(spelt(name) for name in WORKER_FLAGS if getattr(options, name))
     try:
         claimed.begin(ready.files, record)
+        if leader is not None:
+            leader.open(claimed.folder.path)
         with _reserve(ready) as meet:
             course = TrainCourse(
                 request=request,
@@ -209,6 +238,7 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
                 worker=WORKER,
                 meet=meet,
                 patient=options.wait_for_gpu,
+                leader=leader,
             )
             ended = _follow(course, options, resume)
     except (UserError, KeyboardInterrupt):
@@ -221,9 +251,8 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
     record.close(claimed.folder.path, state=ended.outcome.state, exit_code=ended.outcome.exit_code)
     # Leave what is worth keeping, and say how it went.
     outcome, ready = ended.outcome, course.ready
-    is_done, speaks = outcome.state == "done", ready.nodes.rank == 0
-    in_vain = outcome.state in ("user error", "interrupted") and ended.in_vain
-    if in_vain or (is_done and not speaks):
+    is_done = outcome.state == "done"
+    if outcome.state in ("user error", "interrupted") and ended.in_vain:
         claimed.discard()
     else:
         claimed.release(done=is_done)
@@ -231,12 +260,74 @@ def _train(request: Request, options: TrainOptions, argv: Sequence[str]) -> int:
         assert outcome.failure is not None
         raise ConfigError(outcome.failure.sentence)
     faster = start.way_up(ready.plan, outcome.tally, course.bounds) if is_done else None
-    if options.json and speaks:
+    if options.json:
         print_json({**report(ready, outcome, faster), "attempts": [asdict(each) for each in ended.records]})
     _say_end(ready, ended, resume, as_json=options.json)
-    if not options.json and speaks:
+    if not options.json:
         say_way_up(faster)
     return outcome.exit_code
+
+
+def _follow_leader(request: Request, options: TrainOptions, argv: Sequence[str], nodes: Nodes) -> int:
+    """The part of a node other than the first: its ranks, as the desk of the first says."""
+    assert nodes.port is not None
+    record, registered = RunRecord.begin(("tightfit", "train", *argv)), ExitStack()
+    claimed: ClaimedFolder | None = None
+    course: TrainCourse | None = None
+
+    def begin(folder: Path, order: wire.Start, interface: str | None) -> Work:
+        nonlocal claimed, course
+        if course is not None and course.ready.folder != folder:  # another stage of the job
+            leave(0)
+        if claimed is None:
+            own = start.node_folder(folder, nodes.rank)
+            claimed = ClaimedFolder.claim(own, overwrite=False, take_over=options.take_over)
+            claimed.begin(order.files, record)
+        if course is None:
+            ready = start.prepare_node(request, options, order.files, folder)
+            meet = registered.enter_context(_reserve(ready))
+            course = TrainCourse(
+                request=request,
+                ready=ready,
+                folder=claimed.folder,
+                options=(),
+                worker=WORKER,
+                meet=meet,
+                patient=False,
+            )
+        put_aside(claimed.folder, order.attempt - 1, sorted((claimed.folder.path / "logs").glob("rank-*.log")))
+        return Work(starts=course.follow(order, interface), cwd=claimed.folder.plan)
+
+    def leave(code: int) -> None:
+        """What the leader's folder has not got is kept where the run failed."""
+        nonlocal claimed, course
+        registered.close()
+        if claimed is not None and code == 0:
+            claimed.discard()
+        elif claimed is not None:
+            state = {STOPPED: "stopped", FAILED: "failed", USER: "failed"}.get(code, "interrupted")
+            record.close(claimed.folder.path, state=state, exit_code=code)
+            claimed.release()
+        claimed = course = None
+
+    code = FAILED
+    with Signals() as signals:
+        follower = Follower(
+            node=Node(rank=nodes.rank, count=nodes.count, address=nodes.address, port=nodes.port),
+            look=lambda: Facts.here(occupancy()),
+            begin=begin,
+            signals=signals,
+            say=lambda said: _warn(str(said)),
+        )
+        try:
+            code = follower.follow().exit_code
+        except KeyboardInterrupt:
+            code = signals.exit_code if signals.caught else INTERRUPTED
+        finally:
+            leave(code)
+    if code in (FAILED, USER):
+        _warn(text("cli.leader-says-why", address=nodes.address))
+    return code
 
 
 def _warn(said: str) -> None:
@@ -302,7 +393,7 @@ def _follow(course: TrainCourse, options: TrainOptions, resume: Resume) -> RunRe
     ready = course.ready
     run_folder, board = RunFolder(ready.folder), None
     with ExitStack() as stack:
-        if not options.json and ready.nodes.rank == 0:
+        if not options.json:
             console = open_console()
             if ready.plan is not None:
                 draw_start(console, ready.plan, str(ready.folder))
@@ -316,15 +407,10 @@ def _follow(course: TrainCourse, options: TrainOptions, resume: Resume) -> RunRe
                 board.expect(course.ready.worker)
                 board.show(event)
 
-        if ready.nodes.count > 1 and ready.nodes.hostfile is None:  # each machine has a desk, and none decides for all
-            starts = course.starts(resume.options)
-            outcome = run(starts, run_folder, show, cwd=course.folder.plan)
-            clear_beats(run_folder.path, [start.rank for start in starts])
-            return RunResult(outcome=outcome)
         allow = () if ready.plan is None else ready.plan.job.limits.allow
         hang_s = hang_timeout_s(options.hang_timeout)
         policy = Policy(max_attempts=options.max_attempts, allow=frozenset(allow), hang_timeout_s=hang_s)
-        signals = stack.enter_context(Signals())
+        signals = stack.enter_context(Signals() if course.leader is None else course.leader.signals)
         trainer = OwnTrainer(
             course=course,
             folder=run_folder,
@@ -333,6 +419,8 @@ def _follow(course: TrainCourse, options: TrainOptions, resume: Resume) -> RunRe
             resume=resume,
             signals=signals,
             cwd=course.folder.plan,
+            leader=course.leader,
+            facts=None if course.leader is None else Facts.here(ready.occupancy),
         )
         return Supervisor(trainer=trainer, folder=run_folder.path, policy=policy, signals=signals).run()
 
@@ -359,7 +447,7 @@ def _say_end(ready: Ready, ended: RunResult, resume: Resume, *, as_json: bool) -
             said = str(Listing(filter(None, parts), ";"))
         with suppress(OSError):  # closing the terminal may be what stopped it
             _warn(said)
-    elif not as_json and ready.nodes.rank == 0:
+    elif not as_json:
         attempts = max(1, len(ended.records))
         draw_summary(open_console(), ready.worker, tally, str(ready.folder), attempts=attempts)
 

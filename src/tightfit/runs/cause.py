@@ -193,6 +193,16 @@ def find_cause(known: FailedAttempt) -> Verdict:
         environment = next((start.environment for start in known.starts if start.rank == rank), {})
         who = Message("runs.rank", rank=rank)
         return blame_build_lock(replace(verdict, rank=rank), who, build_lock.find_left_locks(environment))
+    if outcome.trouble is not None and not outcome.trouble.is_users:
+        # what ranks of the other nodes say is about the one that they miss
+        return replace(
+            known_symptom("stuck", known.config),
+            kind="communication",
+            cause=_end_sentence(outcome.trouble.sentence),
+            confidence="certain",
+            evidence=(),
+            rank=outcome.trouble.rank,
+        )
     diverged = next((each for each in outcome.words if each.kind in NUMBERS), None)
     if diverged is not None:
         # a rank knows that its loss or gradients are NaN; what helps against that is in the catalogue

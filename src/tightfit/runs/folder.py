@@ -7,6 +7,7 @@
     errors/         rank-N.json, where a rank left in distress
     run.json        the command, when, where, and how it ended
     lock            held while the run lives
+    meeting.json    by which the nodes of a run on several machines know each other, while it lives
     model/          what came out
     earlier/N/      what runs in this folder left that did not finish
 
@@ -57,6 +58,8 @@ _FIXED = Patterns(
         (
             r"run\.json|run\.new",
             FRESH.format(r"run\.json"),
+            r"meeting\.json",
+            FRESH.format(r"meeting\.json"),
             re.escape(EVENTS),
             _PICTURE,
             rf"\.{_PICTURE}\.new",

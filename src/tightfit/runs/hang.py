@@ -146,9 +146,10 @@ class Watch:
         ranks: Sequence[int],
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        read: Callable[[Path, int], Beat | None] = read_beat,
     ) -> None:
         """`timeout_s`: what the user allows a step, an evaluation and a save; None: judged by what they are."""
-        self._run, self._ranks, self._timeout, self._clock = run, ranks, timeout_s, clock
+        self._run, self._ranks, self._timeout, self._clock, self._read = run, ranks, timeout_s, clock, read
         self._seen: dict[int, tuple[Beat, float]] = {}
         self._looked = -_LOOK_S
 
@@ -159,7 +160,7 @@ class Watch:
             return None
         self._looked = now
         for rank in self._ranks:
-            beat, known = read_beat(self._run, rank), self._seen.get(rank)
+            beat, known = self._read(self._run, rank), self._seen.get(rank)
             if beat is not None and (known is None or known[0] != beat):
                 self._seen[rank] = beat, now
         silent = [
@@ -172,7 +173,7 @@ class Watch:
 
     def beats(self) -> tuple[Beat, ...]:
         """Where the ranks stand now, or stood when they ended."""
-        found = (read_beat(self._run, rank) for rank in self._ranks)
+        found = (self._read(self._run, rank) for rank in self._ranks)
         return tuple(beat for beat in found if beat is not None)
 
     def limit(self, stage: Stage, step_s: float | None) -> float | None:
@@ -191,7 +192,7 @@ class Watch:
 def ask_for_stacks(ranks: Ranks, hung: Hung) -> Hung:
     """The same with the stacks of every rank that could hear the question."""
     listening = {beat.rank for beat in hung.beats}
-    logs = {start.rank: start.log for start in ranks.starts if start.rank in listening}
+    logs = {start.rank: start.log for start in ranks.every_start if start.rank in listening}
     sizes = {rank: log.stat().st_size if log.exists() else 0 for rank, log in logs.items()}
     ranks.dump(listening)
     deadline, stands = time.monotonic() + DUMP_S, dict[int, Stand]()

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from tightfit.formats.launch.environment import HIP, allocator, host
 from tightfit.formats.worker.read import WORKER_FILE
-from tightfit.inputs.surroundings import cores, inherited
+from tightfit.inputs.surroundings import cores, inherited, is_set_by_user
 from tightfit.messages import Message, say_why
 from tightfit.owned import open_own
 from tightfit.runs.heartbeat import DUMP
 from tightfit.runs.processes import PARENT_FD, end_session, members_of, tell, tell_one
-from tightfit.runs.records import RunFolder, WorkerFile
+from tightfit.runs.records import LastWords, RunFolder, WorkerFile
 from tightfit.types import ConfigError
 
 GRACE_S = 10.0  # what ranks have between being asked to end and being ended
@@ -43,6 +43,7 @@ class RankStart:
     command: tuple[str, ...]
     environment: Mapping[str, str]  # the whole of it
     log: Path
+    elsewhere: int | None = None  # the node whose desk starts it; None: it is started here
 
     @property
     def shown(self) -> str:
@@ -60,6 +61,16 @@ class Exit:
     start: RankStart
     code: int  # negative: the signal that ended it
     at: float  # seconds since the epoch, when it was seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTrouble:
+    """A whole node cannot go on."""
+
+    node: int
+    rank: int  # its first
+    sentence: Message
+    is_users: bool = False  # the user's to mend
 
 
 class Ranks:
@@ -110,6 +121,19 @@ class Ranks:
     def pids(self) -> list[int]:
         """Of every rank, ended ones too."""
         return [process.pid for process in self._processes]
+
+    @property
+    def every_start(self) -> Sequence[RankStart]:
+        """Of all nodes."""
+        return self.starts
+
+    def find_trouble(self) -> NodeTrouble | None:
+        """With another node; None: there is none."""
+        return None
+
+    def set_clocks(self, words: Sequence[LastWords]) -> tuple[LastWords, ...]:
+        """Last words by this machine's clock, whichever wrote them."""
+        return tuple(words)
 
     def poll(self) -> list[Exit]:
         found = []
@@ -171,6 +195,7 @@ class Ranks:
 
 WORKER = (sys.executable, "-m", "tightfit.train")  # what a rank is, before the name of its config
 LAUNCHER = "TIGHTFIT_LAUNCHER"
+GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +204,7 @@ class Meeting:
     nodes: int = 1
     address: str = "127.0.0.1"
     port: int
+    interface: str | None = None  # of this machine, by which the others reach it; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +232,8 @@ def rank_starts(
         LAUNCHER: "tightfit",
         "PYTHONUNBUFFERED": "1",  # a log that ends before the crash says nothing
     }
+    if meeting.interface is not None and not is_set_by_user(GLOO):
+        shared[GLOO] = meeting.interface  # by itself it takes what this machine's own name means, often the loopback
     for variable in (*allocator(worker.vendor), *host(worker.vendor, worker.offload_optimizer, worker.gpus_per_node)):
         if variable.value is not None:
             shared[variable.name] = variable.value
@@ -228,6 +256,21 @@ def rank_starts(
             log=folder.log(f"rank-{rank}"),
         )
         for rank in range(first, first + here)
+    ]
+
+
+def starts_elsewhere(worker: WorkerFile, folder: RunFolder) -> list[RankStart]:
+    """The ranks of all nodes but the first: other desks start them, and their logs are kept here too."""
+    return [
+        RankStart(
+            name=f"rank-{rank}",
+            rank=rank,
+            command=(),
+            environment={},
+            log=folder.log(f"rank-{rank}"),
+            elsewhere=rank // worker.gpus_per_node,
+        )
+        for rank in range(worker.gpus_per_node, worker.ranks)
     ]
 
 

@@ -20,11 +20,13 @@ from tightfit.runs.cause import FailedAttempt, KernelRecord, KernelSaid, config_
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, Resumed, Step, Tally, Warned
 from tightfit.runs.folder import AUTO
 from tightfit.runs.hang import Watch
-from tightfit.runs.heartbeat import clear_beats
-from tightfit.runs.launch import RankStart
-from tightfit.runs.records import AttemptRecord, RunFolder, append_event, keep_plan, put_aside
+from tightfit.runs.heartbeat import clear_beats, read_beat
+from tightfit.runs.launch import Ranks, RankStart
+from tightfit.runs.leader import Leader, Orders, SpreadRanks
+from tightfit.runs.records import AttemptRecord, RunFolder, WorkerFile, append_event, keep_plan, put_aside
 from tightfit.runs.run import Company, Outcome, Signals, run
 from tightfit.runs.supervise import Attempt, Computed, Decision, Policy, stop, without_smaller
+from tightfit.runs.wire import Facts
 
 LEAST_ROOM_BYTES = 64 * 2**20
 """What a disk must have left before a run is started again on it, where no checkpoint tells how large they are."""
@@ -51,6 +53,13 @@ class Refused:
 
 class Course(Computed, Protocol):
     """How the training is computed at present, and how else it could be."""
+
+    @property
+    def worker_file(self) -> WorkerFile: ...
+
+    @property
+    def orders(self) -> Orders:
+        """What other nodes are told to start: the same as `starts` last gave this one."""
 
     def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
         """The ranks of the next attempt, with these options beside those that every attempt has."""
@@ -94,6 +103,8 @@ class OwnTrainer:
     resume: Resume
     signals: Signals
     cwd: Path | None = None
+    leader: Leader | None = None  # of several nodes; None: every rank runs here
+    facts: Facts | None = None  # of this node, where there are several
     skips: set[int] = field(default_factory=set)
     older: Path | None = None  # a checkpoint behind the newest one, to go back to
     tally: Tally = field(default_factory=Tally)
@@ -110,6 +121,11 @@ class OwnTrainer:
             resume, self.older = replace(resume, place=str(self.older)), None
         elif number > 1 and self.kept_step is not None:
             resume = replace(resume, place=AUTO)  # what was there before has made way, or is what this run began with
+        if self.leader is not None and not self._assemble(self.leader, first=number == 1):
+            code, tally = self.signals.exit_code, self.tally
+            return Attempt(
+                outcome=Outcome(state="interrupted", exit_code=code, failure=None, tally=tally), exit_codes=()
+            )
         skipped = ["--skip-steps", ",".join(map(str, sorted(self.skips)))] if self.skips else []
         starts = self.course.starts([*resume.options, *skipped])
         self.logs = [start.log for start in starts]
@@ -128,12 +144,22 @@ class OwnTrainer:
         self.tally = Tally(first_loss=before.first_loss, checkpoint=before.checkpoint, resumed=before.resumed)
         ranks = [start.rank for start in starts]
         clear_beats(self.folder.path, ranks)  # what a desk that was killed has left
-        watch = Watch(self.folder.path, ranks, self.policy.hang_timeout_s)
-        company = Company(signals=self.signals, watch=watch, tally=self.tally)
+        read, spread = read_beat if self.leader is None else self.leader.read_beat, list[SpreadRanks]()
+
+        def gather(starts: Sequence[RankStart], cwd: Path) -> Ranks:
+            if self.leader is None:
+                return Ranks(starts, cwd)
+            spread.append(SpreadRanks(starts, cwd, self.leader, number, self.course.orders))
+            return spread[0]
+
+        watch = Watch(self.folder.path, ranks, self.policy.hang_timeout_s, read=read)
+        company = Company(signals=self.signals, watch=watch, tally=self.tally, gather=gather)
         kernel = KernelRecord()
         try:
             outcome = run(starts, self.folder, note, cwd=self.cwd, company=company)
             said = kernel.said(outcome.pids) if outcome.state == "failed" else KernelSaid()
+            if spread and outcome.state == "failed" and outcome.failure is not None:
+                said = spread[0].kernel_of(outcome.failure.rank) or said
             beats = watch.beats()
         finally:
             kernel.close()
@@ -156,6 +182,16 @@ class OwnTrainer:
             verdict=find_cause(known) if outcome.state in ("failed", "user error") else None,
             first_step=first,
             last_step=last,
+        )
+
+    def _assemble(self, leader: Leader, *, first: bool) -> bool:
+        assert self.facts is not None
+        return leader.assemble(
+            self.course.worker_file,
+            self.facts,
+            first=first,
+            say=lambda said: self.show(Warned(text=said)),
+            give_up=self.signals.have_come,
         )
 
     def carry_out(self, decision: Decision, verdict: Verdict, records: Sequence[AttemptRecord]) -> Decision:

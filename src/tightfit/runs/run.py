@@ -26,7 +26,7 @@ from tightfit.messages import Message, Said
 from tightfit.runs.events import Event, Follower, Stopping, Tally
 from tightfit.runs.hang import Hung, Watch, ask_for_stacks
 from tightfit.runs.heartbeat import DISK_FULL
-from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, Ranks, RankStart
+from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, NodeTrouble, Ranks, RankStart
 from tightfit.runs.records import USERS, LastWords, RunFolder, read_last_words
 
 USER = 2  # the exit code of a worker whose user has to change something
@@ -157,6 +157,7 @@ class Outcome:
     every: tuple[Exit, ...] = ()  # of all ranks
     words: tuple[LastWords, ...] = ()  # what ranks wrote before they left
     hung: Hung | None = None  # they were ended because they did not move any more; None: not for that
+    trouble: NodeTrouble | None = None  # or because a whole node could not go on
     pids: tuple[int, ...] = ()  # of all ranks
 
 
@@ -204,6 +205,7 @@ class Company:
     signals: Signals  # which listen already
     watch: Watch
     tally: Tally  # with what the attempts before have left that still counts
+    gather: Callable[[Sequence[RankStart], Path], Ranks] = Ranks  # how its ranks are started, here or on several nodes
 
 
 def run(
@@ -242,12 +244,14 @@ def run(
             step_s = tally.step_s or (None if tally.last is None else tally.last.step_s)
             quiet = company.watch.look(step_s)
             hung.extend([] if quiet is None else [ask_for_stacks(ranks, quiet)])
-        return bool(hung)
+        return bool(hung) or ranks.find_trouble() is not None
 
-    listening = signals if company is None else nullcontext()
-    with listening, Ranks(starts, cwd or folder.plan) as ranks:
+    listening, gather = (signals, Ranks) if company is None else (nullcontext(), company.gather)
+    with listening, gather(starts, cwd or folder.plan) as ranks:
         _stay(ranks, signals, look, ask, patience_s)
-        before, words = list(ranks.exits), read_last_words(folder.errors, began)
+        trouble = ranks.find_trouble() if ranks.running else None
+        before = list(ranks.exits)
+        words = [each for each in ranks.set_clocks(read_last_words(folder.errors, 0.0)) if each.at >= began]
         wishes = max(1, signals.times)
         ranks.end(grace_s, hurry=lambda: signals.times > wishes)
         pass_on(follower.rest())
@@ -261,6 +265,11 @@ def run(
     failure: Failure | None = None
     if signals.caught and (obeyed or (late and not codes - {DONE, STOPPED})):
         state, code = "interrupted", signals.exit_code
+    elif trouble is not None:
+        start = next((start for start in starts if start.rank == trouble.rank), None)
+        is_users = trouble.is_users
+        failure = _failure(trouble.rank, start, trouble.sentence, is_users=is_users, is_disk_full=False)
+        state, code = ("user error", USER) if is_users else ("failed", FAILED)
     elif codes - {DONE, STOPPED}:
         failure = first_failure(before, starts, words)
         state, code = ("user error", USER) if failure.is_users else ("failed", FAILED)
@@ -282,8 +291,9 @@ def run(
         tally=tally,
         exits=tuple(before),
         every=tuple(ranks.exits),
-        words=words,
+        words=tuple(words),
         hung=hung[0] if hung else None,
+        trouble=trouble,
         pids=tuple(ranks.pids),
     )
 

@@ -31,7 +31,7 @@ from tightfit.inputs.flags import LEVERS, TRAINING, flags_from_levers, levers_as
 from tightfit.inputs.surroundings import cache_folder, inherited, is_installed
 from tightfit.inputs.versions import is_version, release
 from tightfit.job import Adapters, Data, Evaluation, Job, Limits, Machine, Saving
-from tightfit.job.file import model_of
+from tightfit.job.file import job_from_text, model_of
 from tightfit.memory import estimate
 from tightfit.messages import Listing, Message, Said, text
 from tightfit.model.presets import PRESETS, checkpoint_of
@@ -43,13 +43,22 @@ from tightfit.planner.reasons import lever_changes
 from tightfit.planner.saving import is_open
 from tightfit.planner.step_down import NoWay, Shortfall, Tried, locate, room_above, step_down
 from tightfit.priced import strategy_name
-from tightfit.runs import checkpoints
+from tightfit.runs import checkpoints, wire
 from tightfit.runs.calibration import learn_from_failure, learn_seconds, learned
 from tightfit.runs.cause import config_of_plan
 from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, newest_first, step_of, written_first
 from tightfit.runs.events import Tally
 from tightfit.runs.folder import AUTO, NONE, goes_on
-from tightfit.runs.launch import Meeting, RankStart, Sight, launcher_start, rank_starts, worker_command
+from tightfit.runs.launch import (
+    Meeting,
+    RankStart,
+    Sight,
+    launcher_start,
+    rank_starts,
+    starts_elsewhere,
+    worker_command,
+)
+from tightfit.runs.leader import Leader, Orders
 from tightfit.runs.own import Changed, Refused, Resume
 from tightfit.runs.records import RunFolder, WorkerFile, placed, read_plan_folder, worker_file
 from tightfit.runs.run import Outcome
@@ -116,15 +125,14 @@ class Ready:
     plan: Plan | None  # None: it was written before
     said: tuple[Said, ...] = ()
 
-    @property
-    def own_folder(self) -> Path:
-        """Where this node keeps plan and logs; the run's own folder is node 0's to make."""
-        rank = self.nodes.rank
-        return self.folder.with_name(f"{self.folder.name}-node{rank}") if rank else self.folder
+
+def node_folder(folder: Path, rank: int) -> Path:
+    """Where a node that follows keeps plan and logs; the run's own folder is node 0's to make."""
+    return folder.with_name(f"{folder.name}-node{rank}")
 
 
-def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
-    """This machine as it is now, with others as flags or SLURM say."""
+def nodes_of(request: Request, options: TrainOptions) -> Nodes:
+    """The machines of the run, as flags or SLURM say."""
     port = request.port
     nodes = Nodes(port=port)
     if request.hostfile is not None:
@@ -135,6 +143,12 @@ def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
         nodes = Nodes(count=options.nodes, rank=options.node_rank, address=options.master_addr, port=port)
     elif (found := slurm_node(inherited({}))) is not None:
         nodes = Nodes(count=found.nodes, rank=found.rank, address=found.address, port=port or found.port)
+    return nodes
+
+
+def machine_for(request: Request, options: TrainOptions) -> TrainingMachine:
+    """This machine as it is now, with the others."""
+    nodes = nodes_of(request, options)
     wanted = {"num_gpus": request.num_gpus, "max_gpus": options.max_gpus}
     machine = TrainingMachine(occupancy=occupancy(), live=reservations().live(), nodes=nodes, **wanted)
     if "gpu_ids" in request.flags:
@@ -171,11 +185,8 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
         if nodes.count == 1:
             raise HardwareError(Message("cli.plan-nodes-name", nodes=worker.nodes))
         raise HardwareError(Message("cli.plan-uses-were", used=worker.nodes, count=nodes.count))
-    if plan is None and nodes.hostfile is None and (word := request.flags.get("gpu_ids")) is not None:
-        words = [each.strip() for each in word.split(",")]
-        if not all(each.isdigit() and len(each) < 6 for each in words) or len(set(words)) < len(words):
-            raise ConfigError(Message("cli.gpu-ids-takes-different", text=repr(word)))
-        ids = tuple(map(int, words))
+    if plan is None and nodes.hostfile is None:
+        ids = _read_gpu_ids(request)
     devices = machine.devices_for(worker, ids) if nodes.hostfile is None else ()
     if plan is None and nodes.hostfile is None:
         machine.check_ram(worker)
@@ -190,6 +201,37 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
         plan=plan,
         said=(said,) if said else (),
     )
+
+
+def prepare_node(request: Request, options: TrainOptions, files: Mapping[str, str], folder: Path) -> Ready:
+    """What the leader of several nodes has planned, on this one of them."""
+    machine, worker = machine_for(request, options), worker_file(files[WORKER_FILE], WORKER_FILE)
+    ids = _read_gpu_ids(request)
+    if ids is None and request.file is not None:
+        ids = job_from_text(request.file.read(), model=request.model).job.hardware.gpu_ids
+    devices = machine.devices_for(worker, ids)
+    machine.check_ram(worker)
+    check_packages(worker)
+    return Ready(
+        worker=worker,
+        files=files,
+        folder=folder,
+        nodes=machine.nodes,
+        occupancy=machine.occupancy,
+        devices=devices,
+        plan=None,
+    )
+
+
+def _read_gpu_ids(request: Request) -> tuple[int, ...] | None:
+    """As the flag says it; None: it says nothing."""
+    word = request.flags.get("gpu_ids")
+    if word is None:
+        return None
+    words = [each.strip() for each in word.split(",")]
+    if not all(each.isdigit() and len(each) < 6 for each in words) or len(set(words)) < len(words):
+        raise ConfigError(Message("cli.gpu-ids-takes-different", text=repr(word)))
+    return tuple(map(int, words))
 
 
 def read_plan(folder: str) -> tuple[dict[str, str], WorkerFile, str]:
@@ -517,6 +559,7 @@ class TrainCourse:
     worker: tuple[str, ...]  # what starts one rank
     meet: Callable[[Ready], Meeting]  # writes down what a plan takes of this machine, and says where its ranks meet
     patient: bool  # whether to wait for as long as others hold the GPUs
+    leader: Leader | None = None  # where the ranks of other nodes are started from here
     bounds: Bounds = field(default_factory=Bounds)
     """What the next plan is searched within, with all that attempts have measured so far."""
 
@@ -525,6 +568,7 @@ class TrainCourse:
         if self.ready.plan is not None:
             self._set_bounds(self.ready.plan)
         self._tried: list[Tried] = []
+        self._orders: Orders | None = None
         self._found: FoundPlan | None = None
 
     def _set_bounds(self, plan: Plan) -> None:
@@ -556,6 +600,15 @@ class TrainCourse:
         return self.ready.worker.ranks
 
     @property
+    def worker_file(self) -> WorkerFile:
+        return self.ready.worker
+
+    @property
+    def orders(self) -> Orders:
+        assert self._orders is not None, "they are made with the starts"
+        return self._orders
+
+    @property
     def effective_batch(self) -> int | None:
         known = config_of_plan(self.folder.plan)
         if known.micro_batch is None or known.accumulation is None:
@@ -567,14 +620,29 @@ class TrainCourse:
         return config_of_plan(self.folder.plan).precision or ""
 
     def starts(self, options: Sequence[str]) -> Sequence[RankStart]:
-        meeting, every = self.meet(self.ready), (*self.options, *options)
+        every = (*self.options, *options)
+        if self.leader is None:
+            return self._start_here(self.meet(self.ready), every)
+        meeting = replace(self.meet(self.ready), interface=self.leader.interface)
+        self._orders = Orders(files=self.ready.files, options=every, port=meeting.port)
+        return [*self._start_here(meeting, every), *starts_elsewhere(self.ready.worker, self.folder)]
+
+    def follow(self, order: wire.Start, interface: str | None) -> Sequence[RankStart]:
+        """The ranks of this node, as the leader of several has ordered them."""
+        worker = worker_file(order.files[WORKER_FILE], WORKER_FILE)
+        write(order.files, self.folder.plan, force=True)
+        devices, nodes = self.ready.devices[: worker.gpus_per_node], replace(self.ready.nodes, port=order.port)
+        self.ready = replace(self.ready, files=order.files, worker=worker, devices=devices, nodes=nodes)
+        return self._start_here(replace(self.meet(self.ready), interface=interface), order.options)
+
+    def _start_here(self, meeting: Meeting, options: Sequence[str]) -> Sequence[RankStart]:
         if self.ready.nodes.hostfile is not None:
-            return [launcher_start(self.folder, meeting, every)]
+            return [launcher_start(self.folder, meeting, options)]
         devices = self.ready.devices
         words = None if not devices else tuple(device.word for device in devices)
         others = taken_gpus(reservations().live()).keys() - {device.key for device in devices}
         sight = Sight(variable=self.ready.occupancy.variable, words=words, others=len(others))
-        command = worker_command(self.folder, every, self.worker)
+        command = worker_command(self.folder, options, self.worker)
         return rank_starts(self.ready.worker, meeting, sight, self.folder, command)
 
     def learn(self, outcome: Outcome) -> None:
