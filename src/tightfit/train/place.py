@@ -128,8 +128,9 @@ def join_alone(rank: int, world: int) -> None:
 
     What it gathers are copies of this rank's own share. What it scatters, torch before 2.13 leaves as it lay in memory,
     and likewise what it exchanges: such gradients may be infinite, fp16 then skips every step, and the optimizer's
-    memory is never measured. So this rank's share is put there, or all that it has. It gathers by a copy for each rank, launched one by one; a real group launches once, and
-    so does this one. Nothing more is allocated than in a real group.
+    memory is never measured. So this rank's share is put there, or all that it has. It gathers by a copy for each rank,
+    launched one by one; a real group launches once, and so does this one. Nothing more is allocated than in a real
+    group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
