@@ -82,7 +82,7 @@ class Leader:
         self.nodes, self.address, self.port = nodes, address, port
         self.signals = Signals()  # with those of all nodes
         self._seats: dict[int, Seat] = {}
-        self._problems: list[Message] = []
+        self._problems: dict[int, Message] = {}  # of nodes that came and cannot stay
         self._said: list[Message] = []  # to be passed on by whoever leads
         self._change = threading.Condition()
         self._folder: Path | None = None
@@ -149,7 +149,8 @@ class Leader:
         if not isinstance(proof, wire.Proof):
             return None
         if not proof.proof:
-            self._report(Message("runs.folder-unseen", name=name, folder=folder))
+            with self._change:
+                self._problems[arrived.node] = Message("runs.folder-unseen", name=name, folder=folder)
             return None
         if not record.is_proof(proof.proof, nonce, arrived.nonce, arrived.desk):
             connection.send(wire.Refused(said=Message("runs.node-unproved")))
@@ -203,11 +204,6 @@ class Leader:
                 path.parent.mkdir(exist_ok=True)
                 replace_file(path, ended.words.encode())
 
-    def _report(self, problem: Message) -> None:
-        with self._change:
-            self._problems.append(problem)
-            self._change.notify_all()
-
     # --- before an attempt ---
 
     def open(self, folder: Path) -> None:
@@ -225,13 +221,13 @@ class Leader:
         began, limit_s, told = time.monotonic(), wire.MEETING_S if first else wire.RETURN_S, first
         while True:
             with self._change:
-                problem = self._problems[0] if self._problems else None
                 seats = [seat for seat in self._seats.values() if seat.lives and seat.connection.heard >= began]
                 missing = sorted({*range(1, self.nodes)} - {seat.arrived.node for seat in seats})
-                for said in self._take_said():
-                    say(said)
-            if problem is not None:
-                raise ConfigError(problem)
+                problems = [self._problems[node] for node in missing if node in self._problems]
+            for said in self.take_said():
+                say(said)
+            if problems:
+                raise ConfigError(problems[0])
             for seat in seats:
                 if not seat.is_checked:
                     self._check(seat, worker, own, say)
@@ -252,10 +248,6 @@ class Leader:
                 self._change.wait(LOOK_S)
         self._try_port(seats)
         return True
-
-    def _take_said(self) -> list[Message]:
-        said, self._said = self._said, []
-        return said
 
     def _name(self, node: int) -> Message:
         seat = self._seats.get(node)
@@ -342,7 +334,8 @@ class Leader:
     def take_said(self) -> list[Message]:
         """What there is to say about nodes meanwhile."""
         with self._change:
-            return self._take_said()
+            said, self._said = self._said, []
+        return said
 
     def read_beat(self, run: Path, rank: int) -> Beat | None:
         """Of a rank on any node: what its own desk last read, or what lies in the folder."""
