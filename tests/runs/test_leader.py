@@ -64,11 +64,11 @@ class Meeting:
         self.lines.append(line)
         said = {"node": 1, "nodes": 2, "pid": 4711, "clock": time.time(), "nonce": "n", **more}
         line.send(Arrived(desk=desk, facts=facts, **said))
-        challenge = self.hear(line, wire.Challenge, wire.Refused)
+        challenge = self.hear(line, wire.Challenge, wire.NodeRefused)
         if isinstance(challenge, wire.Challenge):
             assert self.record is not None
             record = self.record if token is None else wire.MeetingRecord(token=token)
-            line.send(wire.Proof(proof=record.prove(challenge.nonce, "n", desk)))
+            line.send(wire.NodeProof(proof=record.prove(challenge.nonce, "n", desk)))
         return line
 
     def hear(self, line: Connection, *kinds: type[wire.Line]) -> Any:
@@ -87,8 +87,8 @@ class Meeting:
             while not line.is_closed:
                 try:
                     if isinstance(said := line.receive(0.1), wire.TryPort):
-                        line.send(wire.Tried(port=said.port, why=why))
-                except wire.Gone:
+                        line.send(wire.PortTried(port=said.port, why=why))
+                except wire.ConnectionLost:
                     return
 
         threading.Thread(target=work, daemon=True).start()
@@ -176,14 +176,14 @@ def test_a_second_process_with_the_same_rank(meeting: Meeting, monkeypatch: pyte
     meeting.answer(first)
     assert meeting.assemble()
     second = meeting.arrive(replace(THERE, host="gamma"), desk="two", pid=4712)
-    refused = meeting.hear(second, wire.Refused)
+    refused = meeting.hear(second, wire.NodeRefused)
     assert str(refused.said).startswith("node 1 of this run is there already (process 4711 on beta) and lives")
     assert [str(said) for said in meeting.leader.take_said()] == [
         "process 4712 on gamma claimed to be node 1 (beta) too, and was sent away"
     ]
     first.close()
     third = meeting.arrive(replace(THERE, host="gamma"), desk="three")
-    assert isinstance(meeting.hear(third, wire.Welcome, wire.Refused), wire.Welcome)
+    assert isinstance(meeting.hear(third, wire.Welcome, wire.NodeRefused), wire.Welcome)
     meeting.answer(third)
     assert meeting.assemble(first=False)
 
@@ -194,12 +194,12 @@ def test_a_silent_process_is_replaced(meeting: Meeting, monkeypatch: pytest.Monk
     meeting.arrive(desk="one")
     time.sleep(1.0)
     second = meeting.arrive(desk="two")
-    assert isinstance(meeting.hear(second, wire.Welcome, wire.Refused), wire.Welcome)
+    assert isinstance(meeting.hear(second, wire.Welcome, wire.NodeRefused), wire.Welcome)
 
 
 def test_one_that_does_not_know_the_token(meeting: Meeting) -> None:
     line = meeting.arrive(token="guessed")
-    assert "does not take this node for one of its run" in str(meeting.hear(line, wire.Refused).said)
+    assert "does not take this node for one of its run" in str(meeting.hear(line, wire.NodeRefused).said)
 
 
 @pytest.mark.parametrize("said", [{"node": 2}, {"node": 0}, {"nodes": 3}])
@@ -208,7 +208,7 @@ def test_a_node_of_another_number(meeting: Meeting, said: dict[str, int]) -> Non
     meeting.lines.append(line)
     asked = {"node": 1, "nodes": 2, **said}
     line.send(Arrived(desk="x", pid=1, facts=THERE, clock=time.time(), nonce="n", **asked))
-    assert "start the same command on every node" in str(meeting.hear(line, wire.Refused).said)
+    assert "start the same command on every node" in str(meeting.hear(line, wire.NodeRefused).said)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tightfit.runs.heartbeat import read_beat
 from tightfit.runs.launch import GRACE_S, LOOK_S, Ranks, RankStart
 from tightfit.runs.records import ERRORS
 from tightfit.runs.run import Signals, read_tail
-from tightfit.runs.wire import Alive, Arrived, Connection, Facts, Gone
+from tightfit.runs.wire import Alive, Arrived, Connection, ConnectionLost, Facts
 from tightfit.types import ConfigError, UserError
 
 PAUSE_S = 1.0  # between two tries to reach the leader
@@ -65,14 +65,14 @@ class Follower:
     _desk: str = field(default_factory=wire.draw)
     _told: int = 0  # how many signals the leader knows of
 
-    def follow(self) -> wire.Ended:
+    def follow(self) -> wire.RunEnded:
         """To the end of the run, as the leader tells it."""
         limit_s = wire.MEETING_S
         while True:
             connection, folder = self._arrive(limit_s)
             try:
                 ended = _Service(self, connection, folder).serve()
-            except Gone:
+            except ConnectionLost:
                 ended = None
             finally:
                 connection.close()
@@ -81,7 +81,7 @@ class Follower:
             limit_s = wire.RETURN_S
             if ended is None:
                 if self.signals.caught:
-                    return wire.Ended(exit_code=self.signals.exit_code)
+                    return wire.RunEnded(exit_code=self.signals.exit_code)
                 self.say(Message("runs.leader-lost", seconds=round(limit_s), **self.node.words))
 
     def _arrive(self, limit_s: float) -> tuple[Connection, Path]:
@@ -99,7 +99,7 @@ class Follower:
                 why = "timed out"
             except OSError as error:
                 why = say_why(error)
-            except Gone:
+            except ConnectionLost:
                 why = "closed by the other end"
             except BaseException:
                 if connection is not None:
@@ -131,9 +131,9 @@ class Follower:
         folder = Path(challenge.folder)
         record = wire.find_meeting(folder, challenge.mark)
         if record is None:
-            connection.send(wire.Proof(proof=""))
+            connection.send(wire.NodeProof(proof=""))
             raise ConfigError(Message("runs.folder-unseen-here", folder=folder))
-        connection.send(wire.Proof(proof=record.prove(challenge.nonce, nonce, self._desk)))
+        connection.send(wire.NodeProof(proof=record.prove(challenge.nonce, nonce, self._desk)))
         welcome = self._await(connection, wire.Welcome)
         if not record.is_proof(welcome.proof, nonce, challenge.nonce, "leader"):
             raise ConfigError(Message("runs.leader-unproved", **self.node.words))
@@ -143,15 +143,15 @@ class Follower:
         """The leader's next word. While it plans it only says that it lives."""
         while connection.silent_s < wire.SILENT_S:
             said = connection.receive(LOOK_S)
-            if isinstance(said, wire.Refused):
+            if isinstance(said, wire.NodeRefused):
                 raise ConfigError(said.said)
-            if isinstance(said, wire.Ended):
-                raise Gone
+            if isinstance(said, wire.RunEnded):
+                raise ConnectionLost
             if isinstance(said, kind):
                 return said
             if self.signals.caught:
                 raise KeyboardInterrupt
-        raise Gone
+        raise ConnectionLost
 
 
 class _Service:
@@ -167,7 +167,7 @@ class _Service:
         self._send_logs_at: list[float] = []
         self._reading = threading.Lock()
 
-    def serve(self) -> wire.Ended:
+    def serve(self) -> wire.RunEnded:
         connection = self._connection
         connection.keep_alive(self._beat)
         looked = time.monotonic()
@@ -176,12 +176,12 @@ class _Service:
                 said = connection.receive(LOOK_S)
                 now = time.monotonic()
                 slept, looked = now - looked > wire.SILENT_S / 2, now
-                if isinstance(said, wire.Ended):
+                if isinstance(said, wire.RunEnded):
                     return said
                 if said is not None:
                     self._obey(said)
                 elif not slept and connection.silent_s > wire.SILENT_S:
-                    raise Gone
+                    raise ConnectionLost
                 self._report()
                 self._pass_on_signals()
         finally:
@@ -203,7 +203,7 @@ class _Service:
                 why = "timed out"
             except OSError as error:
                 why = say_why(error)
-            self._connection.send(wire.Tried(port=said.port, why=why))
+            self._connection.send(wire.PortTried(port=said.port, why=why))
         elif isinstance(said, wire.Start):
             self._end(0.0)
             self._start(said)
@@ -213,7 +213,7 @@ class _Service:
             self._ranks.dump(said.ranks)
             now = time.monotonic()
             self._send_logs_at = [now + sum(_STACKS_S[: number + 1]) for number in range(len(_STACKS_S))]
-        elif isinstance(said, wire.Stop) and said.attempt == self._attempt:
+        elif isinstance(said, wire.StopRanks) and said.attempt == self._attempt:
             self._end(said.grace_s)
             self._connection.send(wire.AllEnded(attempt=self._attempt, codes=self._codes))
 
@@ -229,7 +229,7 @@ class _Service:
             self._connection.send(wire.CannotStart(attempt=order.attempt, said=error.said))
             return
         self._ranks, self._numbers = ranks, tuple(start.rank for start in work.starts)
-        self._connection.send(wire.Started(attempt=order.attempt, pids=tuple(ranks.pids)))
+        self._connection.send(wire.RanksStarted(attempt=order.attempt, pids=tuple(ranks.pids)))
 
     def _report(self) -> None:
         if self._ranks is None:
@@ -280,7 +280,7 @@ class _Service:
             follower._told += 1
             self._connection.send(wire.Signalled(number=number))
         if follower.signals.times > 1:
-            raise Gone
+            raise ConnectionLost
 
     def _end(self, grace_s: float) -> None:
         """Leave no rank behind."""

@@ -32,7 +32,7 @@ from tightfit.runs.heartbeat import Beat, read_beat
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, NodeTrouble, Ranks, RankStart
 from tightfit.runs.records import ERRORS, LastWords, WorkerFile
 from tightfit.runs.run import Signals
-from tightfit.runs.wire import Arrived, Connection, Facts, Gone, name_node
+from tightfit.runs.wire import Arrived, Connection, ConnectionLost, Facts, name_node
 from tightfit.types import ConfigError
 
 HELLO_S = 10.0  # for the first word on a connection
@@ -116,7 +116,7 @@ class Leader:
         """One connection, from its first word to its last."""
         connection = Connection(line)
         seat: Seat | None = None
-        with suppress(Gone):
+        with suppress(ConnectionLost):
             seat = self._admit(connection, address)
             while seat is not None:
                 self._hear(seat, connection.receive(wire.BEAT_S))
@@ -132,7 +132,7 @@ class Leader:
         ahead_s = arrived.clock - time.time()
         if arrived.nodes != self.nodes or not 0 < arrived.node < self.nodes:
             asked = {"node": arrived.node, "count": arrived.nodes, "nodes": self.nodes}
-            connection.send(wire.Refused(said=Message("runs.node-of-others", **asked)))
+            connection.send(wire.NodeRefused(said=Message("runs.node-of-others", **asked)))
             return None
         while True:  # the plan may still be in the making
             with self._change:
@@ -146,21 +146,21 @@ class Leader:
         name, nonce = name_node(arrived.node, arrived.facts.host), wire.draw()
         connection.send(wire.Challenge(folder=str(folder), mark=record.mark, nonce=nonce))
         proof = connection.receive(2 * wire.SHARED_S)
-        if not isinstance(proof, wire.Proof):
+        if not isinstance(proof, wire.NodeProof):
             return None
         if not proof.proof:
             with self._change:
                 self._problems[arrived.node] = Message("runs.folder-unseen", name=name, folder=folder)
             return None
         if not record.is_proof(proof.proof, nonce, arrived.nonce, arrived.desk):
-            connection.send(wire.Refused(said=Message("runs.node-unproved")))
+            connection.send(wire.NodeRefused(said=Message("runs.node-unproved")))
             return None
         seat = Seat(arrived=arrived, connection=connection, address=address, ahead_s=ahead_s)
         with self._change:
             there = self._seats.get(arrived.node)
             if there is not None and there.lives and there.arrived.desk != arrived.desk:
                 who = {"node": arrived.node, "host": there.arrived.facts.host, "pid": there.arrived.pid}
-                connection.send(wire.Refused(said=Message("runs.node-there-already", **who)))
+                connection.send(wire.NodeRefused(said=Message("runs.node-there-already", **who)))
                 pid, host = arrived.pid, arrived.facts.host
                 self._said.append(Message("runs.node-twice", name=there.name, pid=pid, host=host))
                 return None
@@ -183,7 +183,7 @@ class Leader:
         with self._change:
             if isinstance(said, wire.Alive):
                 seat.beats.update({beat.rank: beat for beat in said.beats})
-            elif isinstance(said, wire.Tried):
+            elif isinstance(said, wire.PortTried):
                 seat.tried = said.why
             elif isinstance(said, wire.RankEnded) and said.attempt == seat.attempt:
                 self._keep_words(said)
@@ -367,7 +367,7 @@ class Leader:
         with suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)  # or whoever waits at it would wait on
         self._door.close()
-        self.tell(wire.Ended(exit_code=exit_code, more=more))
+        self.tell(wire.RunEnded(exit_code=exit_code, more=more))
         for seat in self._seats.values():
             deadline = time.monotonic() + wire.BEAT_S  # it closes the line itself when it has read this
             while not seat.connection.is_closed and time.monotonic() < deadline:
@@ -476,7 +476,7 @@ class SpreadRanks(Ranks):
 
     def end(self, grace_s: float = GRACE_S, hurry: Callable[[], bool] = lambda: False) -> None:
         if not self._ended_away:
-            self._leader.tell(wire.Stop(attempt=self._attempt, grace_s=grace_s))
+            self._leader.tell(wire.StopRanks(attempt=self._attempt, grace_s=grace_s))
         super().end(grace_s, hurry)
         self._end_away(grace_s)
 

@@ -109,7 +109,7 @@ class Challenge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class NodeProof:
     proof: str  # "": no such token can be read
 
 
@@ -120,7 +120,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class NodeRefused:
     said: Said
 
 
@@ -137,7 +137,7 @@ class TryPort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class PortTried:
     port: int
     why: str = ""  # it did not; "": it did
 
@@ -151,7 +151,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class RanksStarted:
     attempt: int
     pids: tuple[int, ...]
 
@@ -168,7 +168,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopRanks:
     """End the ranks."""
 
     attempt: int
@@ -214,7 +214,7 @@ class Signalled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RunEnded:
     """The run has."""
 
     exit_code: int
@@ -222,8 +222,8 @@ class Ended:
 
 
 Line = (
-    Arrived | Challenge | Proof | Welcome | Refused | Alive | TryPort | Tried | Start | Started | CannotStart | Save
-    | Stop | Dump | Logged | RankEnded | AllEnded | Signalled | Ended
+    Arrived | Challenge | NodeProof | Welcome | NodeRefused | Alive | TryPort | PortTried | Start | RanksStarted | CannotStart | Save
+    | StopRanks | Dump | Logged | RankEnded | AllEnded | Signalled | RunEnded
 )  # fmt: skip
 L = TypeVar("L", Challenge, Welcome)
 KINDS: Mapping[str, type[Line]] = {kind.__name__: kind for kind in Line.__args__}
@@ -246,7 +246,7 @@ def read_line(line: bytes) -> Line | None:
 # --- the connection -------------------------------------------------------------------------------
 
 
-class Gone(Exception):
+class ConnectionLost(Exception):
     """The other end is not there any more."""
 
 
@@ -281,7 +281,7 @@ class Connection:
         deadline = time.monotonic() + within_s
         while not self._waiting:
             if self.is_closed:
-                raise Gone
+                raise ConnectionLost
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
@@ -290,9 +290,9 @@ class Connection:
                     return None
                 chunk = self._line.recv(1 << 16)
             except (OSError, ValueError):  # another thread may have closed it
-                raise Gone from None
+                raise ConnectionLost from None
             if not chunk or len(self._torn) > _LONGEST:
-                raise Gone
+                raise ConnectionLost
             self.heard = time.monotonic()
             *lines, self._torn = (self._torn + chunk).split(b"\n")
             self._waiting += [said for line in lines if (said := read_line(line)) is not None]
