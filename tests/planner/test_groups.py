@@ -12,7 +12,7 @@ from tightfit.hardware.named import read_hardware
 from tightfit.hardware.words import connect
 from tightfit.inputs.flags import check_groups, levers_from_flags
 from tightfit.job.file import job_from_flags
-from tightfit.model.load import shape_from_config
+from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace import pace
 from tightfit.planner import plan
 from tightfit.types import ConfigError, Hardware, Levers
@@ -102,3 +102,34 @@ def test_other_trainers_have_groups_by_deepspeed_alone() -> None:
     check_groups(replace(levers(engine="zero3", shard_within=8), trainer="trainer"), SHAPE, 32)
     with pytest.raises(ConfigError):
         check_groups(replace(levers(shard_within=8), trainer="trainer"), SHAPE, 32)
+
+
+def test_ranks_that_share_sequences_count_once_in_a_batch() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "effective_batch": 12, "sequence_parallel": 4, "engine": "zero2"}
+    found = plan(job_from_flags(flags), SHAPE, nodes(1)).chosen
+    assert found is not None
+    assert found.levers.micro_batch * found.levers.accumulation == 6
+    assert found.effective_batch == 12
+    assert found.levers.compile == "off"
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "why", "fix"),
+    [
+        ("llama-8b", {"sequence_parallel": 3}, "inputs.sharing-heads", "use 1, 2, 4, 8, 16 or 32"),
+        ("llama-8b", {"sequence_parallel": 16}, "inputs.sharing-gpus", "use 1, 2, 4 or 8"),
+        ("llama-8b", {"sequence_parallel": 2, "compile": "layers"}, "inputs.compile-sharing", "use --compile off"),
+        ("tiny_mamba", {"sequence_parallel": 2}, "inputs.sharing-scan", "leave it out"),
+    ],
+)
+def test_sequences_that_cannot_be_shared(model: str, flags: dict[str, Any], why: str, fix: str) -> None:
+    shape = SHAPE if model == SHAPE.name else load_model(model)
+    with pytest.raises(ConfigError) as raised:
+        check_groups(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)
+    assert raised.value.said.id == why
+    assert str(raised.value.said).endswith(fix)
+
+
+def test_other_trainers_share_no_sequences() -> None:
+    with pytest.raises(ConfigError):
+        check_groups(replace(levers(sequence_parallel=2), trainer="trainer"), SHAPE, 8)

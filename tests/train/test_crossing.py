@@ -1,9 +1,9 @@
 """Saved under one engine, stage and number of ranks, loaded under another: every bit of it, and the run goes on.
 
-Each of five engines saves from two ranks, and FSDP2 from four as well, in two groups that have a copy of the model
-each. Each of them, with one, two and three ranks, loads all and saves them again at once: weights, fp32 copies and
-moments must be the same bytes in the file. The loss of the next step may differ by the order in which an engine adds:
-two parts in a thousand in bf16, as in test_same_losses.
+Each of five engines saves from two ranks, and FSDP2 from four as well: in two groups that have a copy of the model
+each, or that share their sequences. Each of them, with one, two and three ranks, loads all and saves them again at
+once: weights, fp32 copies and moments must be the same bytes in the file. The loss of the next step may differ by the
+order in which an engine adds: two parts in a thousand in bf16, as in test_same_losses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from running import edit, run_ranks, write_plan
 pytestmark = pytest.mark.thorough
 
 GROUPS = "fsdp2 in groups"
-ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", GROUPS)
+SHARED = "fsdp2 shares sequences"
+OF_FOUR: dict[str, dict[str, Any]] = {GROUPS: {"shard_within": 2}, SHARED: {"sequence_parallel": 2}}
+ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", *OF_FOUR)
 QUICKLY = (("zero3", 1, ("fsdp2", GROUPS)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
 QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")),)
 """What `make test` has of it: both ways of cutting, each from the other."""
@@ -38,7 +40,7 @@ FLAGS = {
 
 
 def plan_for(folder: Path, world: int, engine: str, **edits: Any) -> Path:
-    flags = {**FLAGS, "engine": "fsdp2", "shard_within": 2} if engine == GROUPS else {**FLAGS, "engine": engine}
+    flags = {**FLAGS, "engine": engine.split(maxsplit=1)[0], **OF_FOUR.get(engine, {})}
     return edit(write_plan(folder, world, **flags), training__schedule="constant", **edits)
 
 
@@ -52,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def save(engine: str) -> tuple[Path, float]:
         folder = tmp_path_factory.mktemp("saved") / engine
-        world = 4 if engine == GROUPS else 2
+        world = 4 if engine in OF_FOUR else 2
         plan_for(folder, world, engine, saving__every_steps=1, saving__keep_last=5)
         ran = run_ranks(folder, "--no-probe")
         assert ran.codes == [0] * world, "\n".join(ran.stderr)
@@ -73,7 +75,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
         *(
             pytest.param(engine, world, ENGINES, marks=pytest.mark.slow)
             for engine in ENGINES
-            for world in ((2, 4) if engine == GROUPS else (1, 2, 3))
+            for world in ((2, 4) if engine in OF_FOUR else (1, 2, 3))
         ),
     ],
 )
