@@ -14,7 +14,7 @@ import pytest
 
 from tightfit.messages import Said
 from tightfit.runs import follower, wire
-from tightfit.runs.follower import Follower, Node, Work
+from tightfit.runs.follower import FollowingDesk, Node, Work
 from tightfit.runs.leader import Leader
 from tightfit.runs.records import WorkerFile
 from tightfit.runs.reservations import free_port
@@ -234,12 +234,12 @@ def test_a_leader_without_its_address_or_port() -> None:
 # --- from the other side --------------------------------------------------------------------------
 
 
-def follow(port: int, address: str = LOCAL) -> Follower:
+def follow(port: int, address: str = LOCAL) -> FollowingDesk:
     def begin(folder: Path, order: wire.Start, interface: str | None) -> Work:
         raise AssertionError
 
     node = Node(rank=1, count=2, address=address, port=port)
-    return Follower(node=node, look=lambda: THERE, begin=begin, signals=Signals(), say=lambda _: None)
+    return FollowingDesk(node=node, look=lambda: THERE, begin=begin, signals=Signals(), say=lambda _: None)
 
 
 def test_a_master_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from tightfit.planner.plan import Plan
 from tightfit.runs import wire
 from tightfit.runs.events import Event
 from tightfit.runs.folder import ClaimedFolder, check_folder
-from tightfit.runs.follower import Follower, Node, Work
+from tightfit.runs.follower import FollowingDesk, Node, Work
 from tightfit.runs.launch import WORKER, Meeting
 from tightfit.runs.leader import Leader
 from tightfit.runs.own import OwnTrainer, Resume
@@ -312,7 +312,7 @@ def _follow_leader(request: Request, options: TrainOptions, argv: Sequence[str],
 
     code = FAILED
     with Signals() as signals:
-        follower = Follower(
+        follower = FollowingDesk(
             node=Node(rank=nodes.rank, count=nodes.count, address=nodes.address, port=nodes.port),
             look=lambda: Facts.here(occupancy()),
             begin=begin,

@@ -55,7 +55,7 @@ class Work:
 
 
 @dataclass(kw_only=True)
-class Follower:
+class FollowingDesk:
     node: Node
     look: Callable[[], Facts]
     begin: Callable[[Path, wire.Start, str | None], Work]
@@ -157,7 +157,7 @@ class Follower:
 class _Service:
     """One connection, from the leader's welcome to its end."""
 
-    def __init__(self, follower: Follower, connection: Connection, folder: Path) -> None:
+    def __init__(self, follower: FollowingDesk, connection: Connection, folder: Path) -> None:
         self._follower, self._connection, self._folder = follower, connection, folder
         self._attempt, self._began, self._sent = 0, 0.0, dict[int, int]()
         self._codes: dict[str, int] = {}  # of the ranks that have ended

@@ -222,8 +222,8 @@ class RunEnded:
 
 
 Line = (
-    Arrived | Challenge | NodeProof | Welcome | NodeRefused | Alive | TryPort | PortTried | Start | RanksStarted | CannotStart | Save
-    | StopRanks | Dump | Logged | RankEnded | AllEnded | Signalled | RunEnded
+    Arrived | Challenge | NodeProof | Welcome | NodeRefused | Alive | TryPort | PortTried | Start | RanksStarted
+    | CannotStart | Save | StopRanks | Dump | Logged | RankEnded | AllEnded | Signalled | RunEnded
 )  # fmt: skip
 L = TypeVar("L", Challenge, Welcome)
 KINDS: Mapping[str, type[Line]] = {kind.__name__: kind for kind in Line.__args__}
