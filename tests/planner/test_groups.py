@@ -133,3 +133,39 @@ def test_sequences_that_cannot_be_shared(model: str, flags: dict[str, Any], why:
 def test_other_trainers_share_no_sequences() -> None:
     with pytest.raises(ConfigError):
         check_groups(replace(levers(sequence_parallel=2), trainer="trainer"), SHAPE, 8)
+
+
+# --- sequences that GPUs share -------------------------------------------------------------------
+
+
+def test_gpus_that_share_a_sequence_hold_a_part_of_what_it_takes() -> None:
+    """Weights, gradients and states are as they were; of activations each has its part, of attention's output two."""
+    long = {"seq": 65_536, "checkpointing": "none", "loss": "fused"}
+    held = {n: memory.estimate(SHAPE, levers(**long, sequence_parallel=n), 8, nodes(1)).gpu for n in (1, 2, 8)}
+    kept = {n: each.phases["forward"].components["activations"] for n, each in held.items()}
+    assert kept[8] == pytest.approx(kept[1] / 8, rel=0.05)
+    assert kept[2] == pytest.approx(kept[1] / 2, rel=0.05)
+    rest = {n: each.phases["step"].total_bytes for n, each in held.items()}
+    assert rest[1] == rest[2] == rest[8]
+
+
+def test_sharing_takes_the_arithmetic_apart_and_costs_an_exchange() -> None:
+    one, eight = (pace(SHAPE, levers(seq=65_536, sequence_parallel=n), nodes(1)) for n in (1, 8))
+    assert eight.causes["arithmetic"] == pytest.approx(one.causes["arithmetic"] / 8, rel=0.02)
+    assert eight.causes["communication"] > one.causes["communication"]
+    assert eight.tokens_per_s == pytest.approx(one.tokens_per_s, rel=0.2)  # of an eighth of the sequences
+    assert eight.step_s < one.step_s / 6
+
+
+def test_a_plan_for_a_long_sequence_shares_it() -> None:
+    job = job_from_flags({"model": LLAMA, "seq": 131_072, "effective_batch": 8, "host_ram": "256GB"})
+    chosen = plan(job, SHAPE, replace(nodes(1), host_ram_bytes=256 << 30)).chosen
+    assert chosen is not None
+    assert chosen.levers.sequence_parallel > 1
+    assert chosen.levers.micro_batch * chosen.levers.accumulation * chosen.levers.data_ranks(chosen.world) == 8
+
+
+def test_a_plan_for_a_short_one_does_not() -> None:
+    found = plan(job_from_flags({"model": LLAMA, "seq": 4096, "effective_batch": 32}), SHAPE, nodes(1))
+    assert found.chosen is not None
+    assert {way.levers.sequence_parallel for way in (found.chosen, *found.alternatives)} == {1}
