@@ -125,10 +125,10 @@ def join(place: Place, store: Any) -> None:
 def join_alone(rank: int, world: int) -> None:
     """Become the one real rank of a group of `world`: torch's fake one, which allocates every buffer and sends nothing.
 
-    What it gathers are copies of this rank's own share. What it scatters, torch before 2.13 leaves as it lay in memory:
-    such gradients may be infinite, fp16 then skips every step, and the optimizer's memory is never measured. So this
-    rank's share is put there. It gathers by a copy for each rank, launched one by one; a real group launches once, and
-    so does this one. Nothing more is allocated than in a real group.
+    What it gathers are copies of this rank's own share. What it scatters or exchanges, torch before 2.13 leaves as it
+    lay in memory: such gradients may be infinite, fp16 then skips every step, and the optimizer's memory is never
+    measured. So this rank's share is put there. It gathers by a copy for each rank, launched one by one; a real group
+    launches once, and so does this one. Nothing more is allocated than in a real group.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -142,6 +142,19 @@ def join_alone(rank: int, world: int) -> None:
         for module in (dist, dist.distributed_c10d):
             if hasattr(module, name):
                 setattr(module, name, gather_at_once(getattr(module, name)))
+    dist.all_to_all_single = keep_own(dist.all_to_all_single)
+
+
+def keep_own(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose first argument is filled with the second, as if all others had the same to send."""
+
+    def exchange_and_fill(output: torch.Tensor, given: torch.Tensor, *words: Any, **named: Any) -> Any:
+        done = exchange(output, given, *words, **named)
+        with torch.no_grad():
+            output.copy_(given)
+        return done
+
+    return exchange_and_fill
 
 
 def gather_at_once(gather: Callable[..., Any]) -> Callable[..., Any]:
