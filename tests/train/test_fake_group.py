@@ -26,6 +26,9 @@ for scatter, given in (
     assert output.tolist() == [2.0, 3.0], (scatter, output)
 assert place.fill_own_share(nothing)(whole[2:4], whole) == "sent"
 assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+exchanged = torch.full((6,), float("nan"))
+dist.all_to_all_single(exchanged, whole)
+assert exchanged.tolist() == whole.tolist()
 gathered = torch.full((6,), float("nan"))
 dist.all_gather_into_tensor(gathered, torch.ones(2))
 assert gathered.tolist() == [1.0] * 6

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from plain import plain_losses, plain_steps, write_examples
-from running import Ran, run_ranks, write_plan
+from running import Ran, edit, run_ranks, write_plan
 
 from tightfit.hardware.machine import read_text
 
@@ -184,6 +184,20 @@ def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, eng
     if key not in _references:
         _references[key] = plain_losses(folder)
     assert run_well(folder, "--no-probe").losses == pytest.approx(_references[key], rel=TOLERANCE["fp32"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
+def test_shared_sequences_are_packed_counted_and_evaluated_alike(tmp_path: Path, packing: bool) -> None:
+    """Of a length that does not divide, too."""
+    found = {}
+    for ranks in (1, 2):
+        flags = {"engine": "ddp", "precision": "fp32", "seq": 125, "sequence_parallel": ranks, "packing": packing}
+        ran = run_well(edit(write(tmp_path / str(ranks), ranks, **flags), evaluation__split=0.2), "--no-probe")
+        counted = [each["tokens"] for each in ran.of("step")]
+        found[ranks] = counted, [*ran.losses, *(each["loss"] for each in ran.of("eval"))]
+    assert found[2][0] == found[1][0]
+    assert found[2][1] == pytest.approx(found[1][1], rel=TOLERANCE["fp32"])
 
 
 @pytest.mark.slow
