@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "run", "rank"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="layouts with this word, beside the one rank alone")
     args = parser.parse_args()
     {"prepare": prepare, "run": run, "rank": work}[args.what](args)
 
@@ -81,7 +82,10 @@ def _words() -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
     alone: list[float] = []
+    args.path = args.path.resolve()
     for layout, (ranks, _) in LAYOUTS.items():
+        if ranks > 1 and args.only not in layout:
+            continue
         began = time.monotonic()
         folder = args.path / name_of(layout)
         orders = json.loads((folder / "worker.json").read_text())

@@ -8,7 +8,7 @@ of the other groups to the sum of the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
@@ -55,7 +55,7 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
         groups = [embedding, *groups, [*norms, head]]
     for group in (*groups, model):
         fully_shard(group, **options)
-    if place.on_gpu:
+    if place.on_gpu and flat:  # of groups, what is summed up between their turns is freed while it is read
         reduce_into_common_pool(model)
     mark_for_profilers()
 
@@ -66,24 +66,29 @@ def reduce_into_common_pool(model: Any) -> None:
     each of 8 ranks for a 7.6B model. Here it comes from the pool of the stream that computes. The other stream has
     waited for all that this one was given (`foreach_reduce`); and this one for the other when the backward pass ends,
     before the optimizer reads the gradients, which are freed after that. What is only added to the gradients of earlier
-    micro batches, or cast, is freed at once: that stays in a pool of its own."""
+    micro batches, or to those of other groups with the same shards, or cast, is freed at once: that stays in a pool of
+    its own."""
     with suppress(ImportError, AttributeError):  # of older releases
         private: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
         class CommonPool(private.DefaultReduceScatter):  # type: ignore[misc]
-            def __init__(self, sharded: Sequence[Any]) -> None:
-                self.sharded = sharded
+            def __init__(self, group: Any) -> None:
+                self.group = group
 
             def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-                parameters = [each.sharded_param for each in self.sharded if each.sharded_param.requires_grad]
-                stays = all(each.grad is None and each.dtype == dtype and each.device == device for each in parameters)
+                parameters = [each.sharded_param for each in self.group.fsdp_params]
+                stays = self.group.all_reduce_grads and all(
+                    each.grad is None and each.dtype == dtype and each.device == device
+                    for each in parameters
+                    if each.requires_grad
+                )
                 with torch.cuda.stream(torch.cuda.default_stream(device) if stays else None):
                     return torch.empty(*size, dtype=dtype, device=device)
 
         for module in model.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             if group is not None:
-                module.set_custom_reduce_scatter(CommonPool(group.fsdp_params))
+                module.set_custom_reduce_scatter(CommonPool(group))
 
 
 def mark_for_profilers() -> None:
