@@ -609,7 +609,7 @@ class Levers:
     def data_ranks(self, world: int) -> int:
         """How many of these ranks read samples of their own: those that share sequences read the same, and count as
         one."""
-        return world // self.sequence_parallel
+        return max(1, world // self.sequence_parallel)
 
     @property
     def groups(self) -> int:

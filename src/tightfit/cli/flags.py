@@ -26,6 +26,8 @@ OTHER_NAMES = {
     "nproc-per-node": "world",
     "num-gpus": "world",
     "quantization-bit": "method",
+    "sequence": "seq",
+    "sequence-length": "seq",
     "stage": "engine",
     "zero-stage": "engine",
 }

@@ -204,12 +204,17 @@ def test_deepspeeds_own_checkpointing_does_not_reach_hugging_face_models() -> No
     assert any("deepspeed.checkpointing" in str(sentence) for sentence in said.because)
 
 
+@pytest.mark.parametrize(("stage", "size", "group"), [(3, 8, 8), (3, 1, 0), (2, 8, 0)])
+def test_a_second_copy_is_shared_by_a_group(stage: int, size: int, group: int) -> None:
+    said = read({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": size}})
+    assert to_levers(said, Levers()).shard_within == group
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "ratio"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size"),
         ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size"),
         ({"communication_data_type": "fp32"}, "communication_data_type"),
     ],
