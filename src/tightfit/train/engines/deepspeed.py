@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,25 @@ def join(place: Place) -> None:
     # It logs every choice that it makes; what matters of them is proved and said by us.
     deepspeed.utils.logger.setLevel(logging.ERROR)
     backend = "fake" if place.rehearsal else None
+    forgive_lost_locks()
     deepspeed.init_distributed(dist_backend=backend, dist_init_required=False, verbose=False)
+
+
+def forgive_lost_locks() -> None:
+    """A rank that has built or loaded an extension removes its lock. If somebody took that for a dead process's and
+    removed it before, there is nothing to remove, and nothing wrong with the extension."""
+    from torch.utils.file_baton import FileBaton
+
+    release: Any = FileBaton.release
+    if hasattr(release, "__wrapped__"):
+        return
+
+    @wraps(release)
+    def release_if_there(baton: Any) -> None:
+        with suppress(FileNotFoundError):
+            release(baton)
+
+    setattr(FileBaton, "release", release_if_there)  # noqa: B010 - mypy takes no other function for a method
 
 
 def extensions_folder() -> Path:
