@@ -36,7 +36,7 @@ def test_it_is_python(make_plan: MakePlan, gpus: str, language: Language) -> Non
         text = program_of(make_plan, gpus)
     finally:
         speak("en")
-    ast.parse(text)
+    assert ast.parse(text).body
 
 
 def test_it_asks_for_a_gpu_for_each_rank(make_plan: MakePlan) -> None:
