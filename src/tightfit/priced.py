@@ -206,6 +206,14 @@ def strategy_name(levers: Levers) -> Said:
         engine = Message("plan.in-groups", engine=engine, size=levers.shard_within)
     if levers.sequence_parallel > 1:
         engine = Message("plan.shares-sequences", engine=engine, size=levers.sequence_parallel)
+    if levers.tensor_parallel > 1:
+        engine = Message("plan.shares-layers", engine=engine, size=levers.tensor_parallel)
+    if levers.expert_parallel > 1:
+        engine = Message("plan.shares-experts", engine=engine, size=levers.expert_parallel)
+    if levers.pipeline_parallel > 1:
+        engine = Message("plan.in-pipeline", engine=engine, size=levers.pipeline_parallel)
+    if levers.compress != "none":
+        engine = Message("plan.compressed", engine=engine, how=levers.compress)
     optimizer, param = levers.offload_optimizer, levers.offload_param
     places = {"cpu": "CPU", "nvme": "NVMe"}
     if param == optimizer:

@@ -317,6 +317,8 @@ ZERO3: Engine = "zero3"
 FSDP2: Engine = "fsdp2"
 STAGES: Mapping[Engine, int] = {"zero0": 0, "zero1": 1, "zero2": 2, ZERO3: 3}
 """The engines that are DeepSpeed's, and the stage of ZeRO that each is."""
+READ_TOGETHER = ("sequence_parallel", "tensor_parallel", "pipeline_parallel")
+"""The levers that put ranks together which read the same samples."""
 STRATEGY = ("engine", "offload_optimizer", "offload_param")
 """The levers that decide what lives where; `strategy_name` has words for them together."""
 Offload = Literal["none", "cpu", "nvme"]
@@ -327,6 +329,7 @@ Loss = Literal["plain", "fused"]
 Scan = Literal["official", "tightfit", "torch"]
 Compile = Literal["off", "layers"]
 Kernels = Literal["plain", "fused"]
+Compress = Literal["none", "zeropp", "onebit", "powersgd"]
 PARTS = ("elementwise", "qkv", "mixer", "out", "mlp")
 """What of a layer can be chosen to be computed again: norms, rotary embedding, activations, gates and additions, which
 cost least and go along with any other; the projections that attention or a scan reads; attention or the scan itself;
@@ -521,6 +524,41 @@ class Levers:
         1, "GPUs that share each sequence, each a part of its tokens (1)", "what saves memory", least=1, most=65_536
     )
     """Ulysses: all heads of some tokens become some heads of all tokens for attention, and back."""
+    tensor_parallel: int = lever(
+        1,
+        "GPUs that share each layer, each with a part of its heads and of its MLP (1)",
+        "what saves memory",
+        least=1,
+        most=65_536,
+    )
+    pipeline_parallel: int = lever(
+        1,
+        "GPUs in a row, each with some of the layers, that hand micro batches on to each other (1)",
+        "what saves memory",
+        least=1,
+        most=65_536,
+    )
+    stages_per_gpu: int = lever(
+        1,
+        "stages of a pipeline on each of its GPUs; several are interleaved, which shortens its idle time (1)",
+        "what saves memory",
+        least=1,
+        most=1_024,
+    )
+    expert_parallel: int = lever(
+        1,
+        "GPUs that share the experts of each layer, each with some of them (1)",
+        "what saves memory",
+        least=1,
+        most=65_536,
+    )
+    compress: Compress = lever(
+        "none",
+        "send less between GPUs, and change the training a little: ZeRO++'s 8-bit weights and 4-bit gradients, 1-bit "
+        "Adam, or PowerSGD (none)",
+        "the training",
+        free=False,
+    )
     checkpointing: Checkpointing = lever(
         Checkpointing(layers=None),
         "which layers, or which parts of them, keep no activations and compute them again (full)",
@@ -603,18 +641,25 @@ class Levers:
         return self.engine in (ZERO3, FSDP2)
 
     def shards(self, world: int) -> int:
-        """How many of these ranks share what an engine cuts up: states, gradients, and the weights of FSDP2."""
-        return self.shard_within if self.is_fsdp2 and self.shard_within else world
+        """How many of these ranks share what an engine cuts up: states, gradients, and the weights of FSDP2. Ranks that
+        share layers, or have other layers, have their own parts of the model to cut up."""
+        whole = self.shard_within if self.is_fsdp2 and self.shard_within else world // self.pipeline_parallel
+        return max(1, whole // self.tensor_parallel)
 
     def data_ranks(self, world: int) -> int:
-        """How many of these ranks read samples of their own: those that share sequences read the same, and count as
-        one."""
-        return max(1, world // self.sequence_parallel)
+        """How many of these ranks read samples of their own: those that share sequences or layers, or hand micro
+        batches on to each other, read the same, and count as one."""
+        return max(1, world // self.ranks_per_sample)
+
+    @property
+    def ranks_per_sample(self) -> int:
+        return prod(getattr(self, name) for name in READ_TOGETHER)
 
     @property
     def groups(self) -> int:
         """Groups of ranks among which each exchanges tensors."""
-        return 1 + (self.shard_within > 0) + (self.sequence_parallel > 1)
+        shared = self.sequence_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
+        return 1 + (self.shard_within > 0) + sum(size > 1 for size in shared)
 
     @property
     def trains_base(self) -> bool:

@@ -10,7 +10,8 @@ import pytest
 from tightfit import memory
 from tightfit.hardware.named import read_hardware
 from tightfit.hardware.words import connect
-from tightfit.inputs.flags import check_groups, levers_from_flags
+from tightfit.inputs.flags import levers_from_flags
+from tightfit.inputs.layouts import check_layout
 from tightfit.job.file import job_from_flags
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace import pace
@@ -94,14 +95,14 @@ def test_a_plan_takes_groups_where_the_network_is_slow_and_never_on_one_node() -
 )
 def test_what_cannot_be_is_said(flags: dict[str, Any], world: int, why: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_groups(levers(**flags), SHAPE, world)
+        check_layout(levers(**flags), SHAPE, world)
     assert raised.value.said.id == why
 
 
 def test_other_trainers_have_groups_by_deepspeed_alone() -> None:
-    check_groups(replace(levers(engine="zero3", shard_within=8), trainer="trainer"), SHAPE, 32)
+    check_layout(replace(levers(engine="zero3", shard_within=8), trainer="trainer"), SHAPE, 32)
     with pytest.raises(ConfigError):
-        check_groups(replace(levers(shard_within=8), trainer="trainer"), SHAPE, 32)
+        check_layout(replace(levers(shard_within=8), trainer="trainer"), SHAPE, 32)
 
 
 def test_ranks_that_share_sequences_count_once_in_a_batch() -> None:
@@ -125,14 +126,14 @@ def test_ranks_that_share_sequences_count_once_in_a_batch() -> None:
 def test_sequences_that_cannot_be_shared(model: str, flags: dict[str, Any], why: str, fix: str) -> None:
     shape = SHAPE if model == SHAPE.name else load_model(model)
     with pytest.raises(ConfigError) as raised:
-        check_groups(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)
+        check_layout(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)
     assert raised.value.said.id == why
     assert str(raised.value.said).endswith(fix)
 
 
 def test_other_trainers_share_no_sequences() -> None:
     with pytest.raises(ConfigError):
-        check_groups(replace(levers(sequence_parallel=2), trainer="trainer"), SHAPE, 8)
+        check_layout(replace(levers(sequence_parallel=2), trainer="trainer"), SHAPE, 8)
 
 
 # --- sequences that GPUs share -------------------------------------------------------------------

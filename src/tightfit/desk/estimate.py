@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.desk.request import Request, find_idle, flags_of, pick_stage, read_request
-from tightfit.inputs.flags import AUTO, check_groups, levers_from_flags, spelt
+from tightfit.inputs.flags import AUTO, levers_from_flags, spelt
+from tightfit.inputs.layouts import check_layout
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
 from tightfit.job.file import hardware_of as hardware_of_job
@@ -149,7 +150,7 @@ def _resolve(
         chosen.append(Message("desk.fp16-chosen", card=hardware.gpu.name))
     shape, base, said = _inputs(request, world, job, usual)
     levers = levers_from_flags(flags_of(flags), shape, base)
-    check_groups(levers, shape, world)
+    check_layout(levers, shape, world)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
     if levers.uses_deepspeed:
         said += version_said

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from tightfit.desk.request import Request, find_idle, pick_stage
@@ -29,7 +30,7 @@ from tightfit.job.text import name_in
 from tightfit.messages import Message, Said, id_of
 from tightfit.model.presets import PRESETS
 from tightfit.planner.trainers import NAMES, STARTS
-from tightfit.types import ConfigError, Hardware, HardwareError, ModelShape
+from tightfit.types import READ_TOGETHER, ConfigError, Hardware, HardwareError, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ def resolve_request(
     elif file is not None:
         said += file.said
     if path is not None and batch_per_gpu is not None and "effective_batch" not in explicit:
-        each, world = batch_per_gpu, hardware.world // int(job.levers.get("sequence_parallel", 1))
+        each = batch_per_gpu
+        world = hardware.world // prod(int(job.levers.get(name, 1)) for name in READ_TOGETHER)
         job = replace(job, effective_batch=each * world)
         said.append(Message("desk.batch-per-gpu", file=path.name, each=each, gpus=world, batch=each * world))
         explicit.add("effective_batch")

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tightfit.inputs.layouts import check_layout
 from tightfit.inputs.spelling import nearest
-from tightfit.messages import Choice, Listing, Message
+from tightfit.messages import Choice, Message
 from tightfit.types import (
     DDP,
     PARTS,
     ZERO3,
-    Attention,
     Buckets,
     Checkpointing,
     ConfigError,
@@ -167,10 +167,7 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
             raise ConfigError(Message("inputs.qlora-on-nvme"))
         if levers.lora is not None and levers.lora.dtype == "fp32" and levers.precision != "fp32":
             raise ConfigError(Message("inputs.fp32-on-nvme"))
-    if levers.shard_within and (obstacle := find_group_obstacle(levers)) is not None:
-        raise ConfigError(obstacle)
-    if levers.sequence_parallel > 1 and (obstacle := find_sharing_obstacle(levers, shape)) is not None:
-        raise ConfigError(obstacle)
+    check_layout(levers, shape)
     micro, depth = levers.micro_batch, shape.n_layers
     if micro * levers.sequence > MOST_TOKENS:
         raise ConfigError(Message("inputs.too-many-tokens", micro=micro, sequence=levers.sequence, most=MOST_TOKENS))
@@ -210,61 +207,6 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
                 raise ConfigError(Message("inputs.no-such-layer", model=shape.name, target=target, hint=hint))
     elif levers.lora is not None and levers.lora.dropout and any(block.lora_on_experts for block in shape.blocks):
         raise ConfigError(Message("inputs.dropout-on-experts", model=shape.name))
-
-
-def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | None:
-    """Why groups of GPUs cannot have a copy of the weights each; None: they can. Of how many GPUs may not be known."""
-    size = levers.shard_within
-    if not levers.shards_parameters:
-        return Message("inputs.groups-need-sharding", size=size, engine=levers.engine)
-    if levers.is_fsdp2 and levers.trainer != "tightfit":
-        return Message("inputs.groups-are-ours", size=size)
-    if levers.stage == 3 and (levers.offload_param != "none" or levers.method == "qlora"):
-        return Message("inputs.no-second-copy", size=size)
-    if world is not None and world % size:
-        return Message("inputs.groups-divide", size=size, world=world, sizes=Listing(map(str, divisors(world)), "or"))
-    return None
-
-
-def find_sharing_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
-    """Why GPUs cannot share the tokens of a sequence; None: they can. Of how many GPUs may not be known."""
-    size = levers.sequence_parallel
-    if levers.trainer != "tightfit":
-        return Message("inputs.sharing-is-ours", size=size)
-    if shape.scans:
-        return Message("inputs.sharing-scan", size=size, model=shape.name)
-    mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
-    if len(mixers) < len(shape.blocks):
-        return Message("inputs.sharing-unknown", size=size, model=shape.name)
-    # Each GPU gets as many heads; where heads of keys and values are fewer than GPUs, as many GPUs get a copy of each.
-    may = [
-        n
-        for n in range(1, min(mixer.heads for mixer in mixers) + 1)
-        if all(not mixer.heads % n and not (mixer.kv_heads % n and n % mixer.kv_heads) for mixer in mixers)
-        and not (world or 0) % n
-    ]
-    if size in may:
-        return None
-    heads = Listing(dict.fromkeys(str(mixer.heads) for mixer in mixers), "and")
-    kv_heads = Listing(dict.fromkeys(str(mixer.kv_heads) for mixer in mixers), "and")
-    said = {"size": size, "model": shape.name, "heads": heads, "kv_heads": kv_heads}
-    sizes = Listing(map(str, may), "or")
-    if world is None:
-        return Message("inputs.sharing-heads", **said, sizes=sizes)
-    return Message("inputs.sharing-gpus", **said, world=world, sizes=sizes)
-
-
-def check_groups(levers: Levers, shape: ModelShape, world: int) -> None:
-    """Raise where the GPUs cannot be put into groups as the levers say."""
-    if levers.shard_within and (obstacle := find_group_obstacle(levers, world)) is not None:
-        raise ConfigError(obstacle)
-    if levers.sequence_parallel > 1 and (obstacle := find_sharing_obstacle(levers, shape, world)) is not None:
-        raise ConfigError(obstacle)
-
-
-def divisors(number: int) -> list[int]:
-    """Those that make groups of more than one."""
-    return [size for size in range(2, number + 1) if number % size == 0]
 
 
 def find_ddp_obstacle(levers: Levers) -> Message | None:

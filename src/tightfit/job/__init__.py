@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from tightfit.types import Method, Optimizer, Precision, Trainer, Trains
+from tightfit.types import Compress, Method, Optimizer, Precision, Trainer, Trains
 
 Allowance = Literal[
     "precision",
@@ -208,6 +208,9 @@ class Job:
     """false: pure 16-bit training, without fp32 copies of the weights."""
     frozen_layers: Number = 0
     """The lowest N layers and the embedding do not train."""
+    compress: Compress = "none"
+    """Send less between GPUs, and change the training a little: `zeropp`: ZeRO++'s 8-bit weights and 4-bit gradients;
+    `onebit`: 1-bit Adam; `powersgd`: low ranks of the gradients."""
     trains: Trains = "all"
     """`embeddings`: only these train, and everything else is frozen; `layers`: everything but these. A head that is
     tied to them is the same tensor."""

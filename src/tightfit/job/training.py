@@ -21,7 +21,7 @@ from tightfit.inputs.spelling import LARGEST, Fields, as_number, nearest, read_t
 from tightfit.job import Job
 from tightfit.job.text import name_in
 from tightfit.messages import Listing, Message, Said
-from tightfit.types import ConfigError, HardwareError, Optimizer
+from tightfit.types import READ_TOGETHER, ConfigError, HardwareError, Optimizer
 
 _TABLES = read_tables(Path(__file__).with_name("arguments.txt"))
 ARGUMENT_MARKS, OLDER_ARGUMENT_MARKS = _TABLES["now"], _TABLES["older"]
@@ -187,9 +187,10 @@ class _Translation:
             self.said.append(Message("job.batch-kept", where=self.file, factors=Listing(factors, "and")))
             return
         levers = self.tree.get("levers")
-        shared = levers.get("sequence_parallel") if isinstance(levers, Mapping) else None
-        if isinstance(shared, int) and shared > 0 and world % shared == 0:  # GPUs that read the same samples
-            world //= shared
+        for name in READ_TOGETHER:
+            shared = levers.get(name) if isinstance(levers, Mapping) else None
+            if isinstance(shared, int) and shared > 0 and world % shared == 0:
+                world //= shared
         batch = world * math.prod(count for _, count in given)
         self._put("effective_batch", batch, given[0][0])
         self.said.append(Message("job.batch-is", factors=" × ".join(factors), gpus=world, file=self.file, batch=batch))

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from time import perf_counter
 
-from tightfit.inputs.flags import LEVERS, check_groups, meant
+from tightfit.inputs.flags import LEVERS, meant
+from tightfit.inputs.layouts import check_layout
 from tightfit.job import Job, Limits
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.messages import Listing, Message, Said
@@ -156,7 +157,7 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
     """What is asked of the search, with the effective batch that every candidate must keep. Where the CPU stands in for
     GPUs, both of its ranks run: that is what it is there for."""
     base, fixed = levers_of(job, shape), pinned(job)
-    check_groups(base, shape, hardware.world)
+    check_layout(base, shape, hardware.world)
     batch, lora, ranks = job.effective_batch, job.lora, base.data_ranks(hardware.world)
     if not batch and {"micro_batch", "accumulation"} <= fixed:
         batch = base.micro_batch * base.accumulation * ranks
@@ -195,7 +196,7 @@ def _check_batch(question: Question) -> None:
     if batch % steps == 0 and (not both or batch == steps):
         return
     below = batch // steps * steps
-    shared = base.sequence_parallel if base.sequence_parallel > 1 else None
+    shared = base.ranks_per_sample if base.ranks_per_sample > 1 else None
     near = [steps] if both or below == 0 else [below, below + steps]
     raise ConfigError(
         Message(

@@ -18,9 +18,9 @@ from tightfit.inputs.flags import (
     check_levers,
     find_compile_obstacle,
     find_ddp_obstacle,
-    find_group_obstacle,
     released_at_once,
 )
+from tightfit.inputs.layouts import find_group_obstacle
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice

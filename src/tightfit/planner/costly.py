@@ -193,7 +193,7 @@ def count_gpus(question: Question, *, batch_asked: bool) -> int | None:
     larger = [
         replace(question, hardware=more, effective_batch=batch if batch_asked else each * ranks(more.world))
         for more in more_machines(hardware)
-        if (question.splits_over(more) if batch_asked else more.world % question.base.sequence_parallel == 0)
+        if (question.splits_over(more) if batch_asked else more.world % question.base.ranks_per_sample == 0)
     ]
     low, high = -1, 0
     while high < len(larger) and not fits_at_all(larger[high]):

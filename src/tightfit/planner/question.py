@@ -75,8 +75,8 @@ class Question:
         return replace(self, base=replace(self.base, compile="off"), pinned=self.pinned | {"compile"})
 
     def splits_over(self, hardware: Hardware) -> bool:
-        """Whether these GPUs, or groups of them that share sequences, have as many sequences of the batch each."""
-        groups, left = divmod(hardware.world, self.base.sequence_parallel)
+        """Whether these GPUs, or groups that read the same samples, have as many sequences of the batch each."""
+        groups, left = divmod(hardware.world, self.base.ranks_per_sample)
         return not left and self.effective_batch % groups == 0
 
     @property

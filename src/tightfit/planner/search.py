@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from tightfit.inputs.flags import divisors, find_sharing_obstacle
+from tightfit.inputs.layouts import divisors, find_sharing_obstacle
 from tightfit.pace import Clock, pace, step_seconds
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed

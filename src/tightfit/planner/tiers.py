@@ -7,6 +7,7 @@ tier changes in the result is named.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from tightfit.job import Job
@@ -15,7 +16,7 @@ from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Message
 from tightfit.planner.candidates import BY_PARAMETER, FRUGAL, has_fsdp2
 from tightfit.priced import GIB
-from tightfit.types import ConfigError, Hardware, Precision
+from tightfit.types import READ_TOGETHER, ConfigError, Hardware, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def apply_tier(tier: Tier, job: Job, hardware: Hardware, explicit: frozenset[str
     pins = {key: value for key, value in own.items() if f"levers.{key}" not in explicit}
     levers = {**pins, **{key: value for key, value in job.levers.items() if f"levers.{key}" in explicit}}
     changes["levers"] = levers
-    ranks = max(1, hardware.world // int(levers.get("sequence_parallel", 1)))
+    ranks = max(1, hardware.world // prod(int(levers.get(name, 1)) for name in READ_TOGETHER))
     if "effective_batch" in explicit and job.effective_batch is not None:
         share, rest = divmod(job.effective_batch, ranks)
         if "levers.accum" not in explicit and not rest:  # the tier's accumulation follows, then its micro batch

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
@@ -27,6 +26,7 @@ from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
+from tightfit.train.mesh import SHARDS, make_mesh
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
@@ -36,10 +36,8 @@ UNMARKED = nullcontext()
 
 def shard(model: Any, levers: Levers, place: Place) -> None:
     """Shard in place; the model may be on the meta device, and then has its values yet to come."""
-    size = levers.shards(place.world)
-    sizes, names = (place.world // size, size), ("copies", "shards")
-    flat = size == place.world
-    mesh = init_device_mesh(place.device.type, sizes[flat:], mesh_dim_names=names[flat:])
+    mesh = make_mesh(levers, place)
+    flat = mesh.mesh_dim_names == (SHARDS,)
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
     working, wide = DTYPES[levers.precision], torch.float32

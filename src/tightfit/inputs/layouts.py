@@ -1,0 +1,146 @@
+"""Which GPUs work together, and on what: why a model, or so many GPUs, cannot be laid out as the levers say.
+
+Each of these functions returns the obstacle, in a sentence that names what would do; None: there is none. How many GPUs
+there are may not be known yet.
+"""
+
+from __future__ import annotations
+
+from tightfit.messages import Listing, Message
+from tightfit.types import DDP, FSDP2, Attention, ConfigError, Levers, ModelShape, Moe
+
+
+def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | None:
+    """Why groups of GPUs cannot have a copy of the weights each; None: they can. Of how many GPUs may not be known."""
+    size = levers.shard_within
+    if not levers.shards_parameters:
+        return Message("inputs.groups-need-sharding", size=size, engine=levers.engine)
+    if levers.is_fsdp2 and levers.trainer != "tightfit":
+        return Message("inputs.groups-are-ours", size=size)
+    if levers.stage == 3 and (levers.offload_param != "none" or levers.method == "qlora"):
+        return Message("inputs.no-second-copy", size=size)
+    if world is not None and world % size:
+        return Message("inputs.groups-divide", size=size, world=world, sizes=Listing(map(str, divisors(world)), "or"))
+    return None
+
+
+def find_sharing_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
+    """Why GPUs cannot share the tokens of a sequence; None: they can. Of how many GPUs may not be known."""
+    size = levers.sequence_parallel
+    if levers.trainer != "tightfit":
+        return Message("inputs.sharing-is-ours", size=size)
+    if shape.scans:
+        return Message("inputs.sharing-scan", size=size, model=shape.name)
+    mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
+    if len(mixers) < len(shape.blocks):
+        return Message("inputs.sharing-unknown", size=size, model=shape.name)
+    # Each GPU gets as many heads; where heads of keys and values are fewer than GPUs, as many GPUs get a copy of each.
+    may = [
+        n
+        for n in range(1, min(mixer.heads for mixer in mixers) + 1)
+        if all(not mixer.heads % n and not (mixer.kv_heads % n and n % mixer.kv_heads) for mixer in mixers)
+        and not (world or 0) % n
+    ]
+    if size in may:
+        return None
+    heads = Listing(dict.fromkeys(str(mixer.heads) for mixer in mixers), "and")
+    kv_heads = Listing(dict.fromkeys(str(mixer.kv_heads) for mixer in mixers), "and")
+    said = {"size": size, "model": shape.name, "heads": heads, "kv_heads": kv_heads}
+    sizes = Listing(map(str, may), "or")
+    if world is None:
+        return Message("inputs.sharing-heads", **said, sizes=sizes)
+    return Message("inputs.sharing-gpus", **said, world=world, sizes=sizes)
+
+
+def find_tensor_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
+    """Why GPUs cannot share layers."""
+    size = levers.tensor_parallel
+    if levers.trainer != "tightfit":
+        return Message("inputs.layout-is-ours", flag="--tensor-parallel", size=size)
+    if not levers.is_fsdp2:
+        return Message("inputs.layout-needs-engine", flag="--tensor-parallel", size=size, engine="fsdp2")
+    if levers.sequence_parallel > 1:
+        return Message("inputs.layouts-apart", one=f"--tensor-parallel {size}", other="--sequence-parallel")
+    if levers.method == "qlora":
+        return Message("inputs.tensor-packed", size=size)
+    mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
+    if len(mixers) < len(shape.blocks) or any(isinstance(block.mlp, Moe) for block in shape.blocks):
+        return Message("inputs.tensor-unknown", size=size, model=shape.name)
+    most = min(mixer.kv_heads for mixer in mixers)
+    may = [
+        n
+        for n in range(2, most + 1)
+        if all(not mixer.heads % n and not mixer.kv_heads % n for mixer in mixers) and not (world or 0) % n
+    ]
+    return None if size in may else _say_sizes("--tensor-parallel", size, Message("inputs.heads-divide"), may, world)
+
+
+def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
+    """Why GPUs cannot have some of the layers each."""
+    size = levers.pipeline_parallel
+    if levers.trainer != "tightfit":
+        return Message("inputs.layout-is-ours", flag="--pipeline-parallel", size=size)
+    if levers.engine not in (DDP, FSDP2):
+        return Message("inputs.layout-needs-engine", flag="--pipeline-parallel", size=size, engine="fsdp2 or ddp")
+    most = shape.n_layers // levers.stages_per_gpu
+    may = [n for n in range(2, most + 1) if not (world or 0) % n]
+    if size in may:
+        return None
+    return _say_sizes("--pipeline-parallel", size, Message("inputs.layers-suffice"), may, world)
+
+
+def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
+    """Why GPUs cannot have some of the experts each."""
+    size = levers.expert_parallel
+    if levers.trainer != "tightfit":
+        return Message("inputs.layout-is-ours", flag="--expert-parallel", size=size)
+    if not levers.is_fsdp2:
+        return Message("inputs.layout-needs-engine", flag="--expert-parallel", size=size, engine="fsdp2")
+    experts = [block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)]
+    if not experts:
+        return Message("inputs.no-experts", size=size, model=shape.name)
+    ranks = None if world is None else levers.shards(world)
+    may = [n for n in range(2, min(experts) + 1) if not any(each % n for each in experts) and not (ranks or 0) % n]
+    return None if size in may else _say_sizes("--expert-parallel", size, Message("inputs.experts-divide"), may, world)
+
+
+def _say_sizes(flag: str, size: int, must: Message, may: list[int], world: int | None) -> Message:
+    """`must`: what of the model limits the size; `may`: those that would do."""
+    sizes = Listing(map(str, may), "or") if may else None
+    return Message("inputs.layout-sizes", flag=flag, size=size, must=must, gpus=world, sizes=sizes)
+
+
+def find_compression_obstacle(levers: Levers) -> Message | None:
+    """Why what GPUs send each other cannot be compressed so."""
+    engines = {"zeropp": ("zero3",), "onebit": ("zero0", "zero1"), "powersgd": ("ddp",)}[levers.compress]
+    if levers.trainer != "tightfit":
+        return Message("inputs.layout-is-ours", flag="--compress", size=levers.compress)
+    if levers.engine not in engines:
+        named = Listing(engines, "or")
+        return Message("inputs.layout-needs-engine", flag="--compress", size=levers.compress, engine=named)
+    return None
+
+
+def check_layout(levers: Levers, shape: ModelShape, world: int | None = None) -> None:
+    """Raise where the GPUs cannot work together as the levers say."""
+    obstacles = (
+        find_group_obstacle(levers, world) if levers.shard_within else None,
+        find_sharing_obstacle(levers, shape, world) if levers.sequence_parallel > 1 else None,
+        find_tensor_obstacle(levers, shape, world) if levers.tensor_parallel > 1 else None,
+        find_pipeline_obstacle(levers, shape, world) if levers.pipeline_parallel > 1 else None,
+        find_expert_obstacle(levers, shape, world) if levers.expert_parallel > 1 else None,
+        find_compression_obstacle(levers) if levers.compress != "none" else None,
+    )
+    for obstacle in obstacles:
+        if obstacle is not None:
+            raise ConfigError(obstacle)
+    if levers.stages_per_gpu > 1 and levers.pipeline_parallel == 1:
+        raise ConfigError(Message("inputs.stages-without-pipeline", count=levers.stages_per_gpu))
+    if world is not None and world % levers.ranks_per_sample:
+        said = {"product": levers.ranks_per_sample, "world": world}
+        raise ConfigError(Message("inputs.layout-product", **said))
+
+
+def divisors(number: int) -> list[int]:
+    """Those that make groups of more than one."""
+    return [size for size in range(2, number + 1) if number % size == 0]

@@ -1,0 +1,22 @@
+"""The ranks as a grid, where they play different parts.
+
+From the outside in: the stages of a pipeline, groups with a copy of the weights each, ranks that share a copy, ranks
+that share each layer. Neighbours talk most: those that share layers in every layer, stages once in a micro batch.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tightfit.train.place import Place
+from tightfit.types import Levers
+
+STAGES, COPIES, SHARDS, TENSOR = "stages", "copies", "shards", "tensor"
+
+
+def make_mesh(levers: Levers, place: Place) -> DeviceMesh:
+    """With the dimensions that have more than one rank, and with SHARDS."""
+    shards, stages, tensor = levers.shards(place.world), levers.pipeline_parallel, levers.tensor_parallel
+    sizes = {STAGES: stages, COPIES: place.world // (stages * shards * tensor), SHARDS: shards, TENSOR: tensor}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == SHARDS}
+    return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
