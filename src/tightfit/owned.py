@@ -163,9 +163,9 @@ def move_file(old: Path, new: Path) -> None:
     old.rename(new)
 
 
-def open_new(path: Path) -> int:
+def open_new(path: Path, mode: int = 0o644) -> int:
     """A file that nobody else has made: what stands there, a link too, is left alone and FileExistsError raised."""
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def open_own(path: Path, mode: str) -> BinaryIO:
@@ -213,10 +213,11 @@ def name_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Put a file of ours in place whole or not at all: others may read it at any moment. OSError: it is as it was."""
+def replace_file(path: Path, data: bytes, *, sync: bool = False, private: bool = False) -> None:
+    """Put a file of ours in place whole or not at all: others may read it at any moment. OSError: it is as it was.
+    `private`: no other user may."""
     fresh = fresh_beside(path)
-    file = open_new(fresh)
+    file = open_new(fresh, 0o600 if private else 0o644)
     try:
         try:
             with name_errors(path):

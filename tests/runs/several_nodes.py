@@ -43,10 +43,18 @@ class TwoNodes:
         address: str = LOCAL,
         namespaces: Sequence[str] = ("", ""),
         patience: Sequence[float] = PATIENCE,
+        *,
+        apart: bool = False,
     ) -> None:
+        """`apart`: each node has a folder of its own for the run, as on a disk of its own."""
         self.folder, self.port, self.address, self.patience = folder, port, address, patience
         self.namespaces = namespaces  # one for each node; "": that of this process
-        self.run = folder / "run"
+        self.runs = (folder / "run", folder / ("other" if apart else "run"))
+
+    @property
+    def run(self) -> Path:
+        """That of node 0."""
+        return self.runs[0]
 
     def begin(self, node: int, *words: str, faults: str = "", env: dict[str, str] | None = None) -> warm_desk.Process:
         surroundings = {
@@ -59,7 +67,7 @@ class TwoNodes:
         steps = () if "--max-steps" in words else ("--max-steps", str(STEPS))
         place = ("--nodes", "2", "--node-rank", str(node), "--master-addr", self.address, "--port", str(self.port))
         limits, namespace = ",".join(map(str, self.patience)), self.namespaces[node]
-        command = (*JOB, *steps, *QUICK, *place, *words, "--output", str(self.run))
+        command = (*JOB, *steps, *QUICK, *place, *words, "--output", str(self.runs[node]))
         asked = ("train", namespace and f"/run/netns/{namespace}", limits, *command)
         return warm_desk.Process(*asked, cwd=self.folder, env=surroundings, ranks=True, code=DESK)
 

@@ -21,6 +21,7 @@ from tightfit.train.data.order import Order
 from tightfit.train.data.tokens import pad_id
 from tightfit.train.events import Events
 from tightfit.train.loop import Loop, Windows
+from tightfit.train.nodes import Nodes
 from tightfit.train.resume import CheckpointFiles, load
 from tightfit.train.resume import FoundCheckpoint as Checkpoint
 from tightfit.train.sources import open_weights
@@ -42,7 +43,8 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
 
         join(place)
     made = assemble(config, place, events, None, None, cache)
-    model = model_set(made, config, prepared.tokenizer, place)
+    nodes = Nodes.together(place)
+    model = model_set(made, config, prepared.tokenizer, nodes)
     order = Order(len(prepared.split.train), config.effective_batch, config.training.seed)
     windows = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))
     losses: dict[str, float | None] = {}
@@ -58,6 +60,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
             place,
             Keeping(last=9),
             background=False,
+            nodes=nodes,
             ranks_here=place.world,
             masters=True,
         )

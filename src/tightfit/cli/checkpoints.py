@@ -32,6 +32,8 @@ def checkpoints(argv: Sequence[str]) -> int:
         if name != "dry_run" and getattr(args, name, 1) < 1:
             raise ConfigError(Message("cli.must-at-least", name=spelt(name), args=getattr(args, name)))
     run = on_disk.run_of(Path(args.run))
+    if hasattr(args, "gather"):
+        _gather(args, run)
     if not hasattr(args, "prune"):
         there = _look(args, run)
         _show(args, there, None)
@@ -49,9 +51,9 @@ def checkpoints(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    usage = "RUN [--verify] [--prune [--keep-last N] [--keep-every N] [--dry-run]] [--json]"
+    usage = "RUN [--verify] [--gather] [--prune [--keep-last N] [--keep-every N] [--dry-run]] [--json]"
     made = Parser("checkpoints", usage, "tightfit checkpoints runs/first --verify")
-    made.takes("run:RUN verify prune keep_last=N keep_every=N dry_run json")
+    made.takes("run:RUN verify gather prune keep_last=N keep_every=N dry_run json")
     return made.ends_with("0", "1", "2")
 
 
@@ -71,6 +73,20 @@ def _hold(run: Path, *, dry: bool) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.release()
+
+
+def _gather(args: argparse.Namespace, run: Path) -> None:
+    """The newest parts that are enough, into a whole checkpoint."""
+    from tightfit.screen.checkpoints import size
+
+    with _hold(run, dry=False), ProgressLine(quiet=hasattr(args, "json")) as line:
+        folder = on_disk.put_together(
+            run,
+            on_disk.inventory(run),
+            lambda total, done: line.say(text("screen.putting-together", done=size(done), total=size(total))),
+        )
+    if not hasattr(args, "json"):
+        print(text("cli.parts-put-together", folder=folder, size=size(on_disk.size_of(folder))))
 
 
 def _look(args: argparse.Namespace, run: Path) -> Inventory:
@@ -123,6 +139,7 @@ def report(there: Inventory, gone: Sequence[Goner] | None, *, dry: bool) -> dict
             "plan": each.maker and pick(each.maker, "engine", "world", "precision", "method"),
             "complete": each.problem is None,
             **pick(each, "problem", "verified"),
+            "part": each.part and {**pick(each.part, "number", "hosts"), "lacking": each.lacking},
         }
         for each in there.checkpoints
     ]

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any
 
 from tightfit.cli.flags import Parser, hang_timeout_s, pick, print_json, read_options
@@ -31,12 +30,12 @@ from tightfit.messages import Listing, Message, text
 from tightfit.planner.plan import Plan
 from tightfit.runs import wire
 from tightfit.runs.events import Event
-from tightfit.runs.folder import ClaimedFolder, check_folder
-from tightfit.runs.follower import FollowingDesk, Node, Work
+from tightfit.runs.folder import AUTO, NONE, ClaimedFolder, check_folder
+from tightfit.runs.follower import FollowingDesk, Led, Node, Work
 from tightfit.runs.launch import WORKER, Meeting
 from tightfit.runs.leader import Leader
 from tightfit.runs.own import OwnTrainer, Resume
-from tightfit.runs.records import RunFolder, RunRecord, put_aside, read_run
+from tightfit.runs.records import RunFolder, RunRecord, placed, put_aside, read_run
 from tightfit.runs.reservations import Reservation, check_port, free_port
 from tightfit.runs.run import FAILED, STOPPED, USER, Outcome, Signals
 from tightfit.runs.supervise import Policy, RunResult, Supervisor
@@ -274,14 +273,24 @@ def _follow_leader(request: Request, options: TrainOptions, argv: Sequence[str],
     record, registered = RunRecord.begin(("tightfit", "train", *argv)), ExitStack()
     claimed: ClaimedFolder | None = None
     course: TrainCourse | None = None
+    is_own = False  # whether the run has a folder of its own on this node's disk
 
-    def begin(folder: Path, order: wire.Start, interface: str | None) -> Work:
-        nonlocal claimed, course
+    def begin(led: Led, order: wire.Start, interface: str | None) -> Work:
+        nonlocal claimed, course, is_own
+        folder = start.find_own_folder(request, led.folder, is_seen=led.is_seen)
+        is_own = folder is not None
+        folder = folder or led.folder
+        if is_own:
+            files = {**order.files, WORKER_FILE: placed(order.files[WORKER_FILE], folder)}
+            order = replace(order, files=files)
         if course is not None and course.ready.folder != folder:  # another stage of the job
             leave(0)
         if claimed is None:
-            own = start.node_folder(folder, nodes.rank)
-            claimed = ClaimedFolder.claim(own, overwrite=False, take_over=options.take_over)
+            own = folder if is_own else start.node_folder(folder, nodes.rank)
+            # Parts of checkpoints that lie here stay: the ranks find out which of them are wanted.
+            anew = order.attempt == 1 and (options.overwrite or start.resume_of(options).place == NONE)
+            resume = AUTO if is_own and not anew else NONE
+            claimed = ClaimedFolder.claim(own, overwrite=is_own and anew, resume=resume, take_over=options.take_over)
             claimed.begin(order.files, record)
         if course is None:
             ready = start.prepare_node(request, options, order.files, folder)
@@ -296,18 +305,18 @@ def _follow_leader(request: Request, options: TrainOptions, argv: Sequence[str],
                 patient=False,
             )
         put_aside(claimed.folder, order.attempt - 1, sorted((claimed.folder.path / "logs").glob("rank-*.log")))
-        return Work(starts=course.follow(order, interface), cwd=claimed.folder.plan)
+        return Work(starts=course.follow(order, interface), cwd=claimed.folder.plan, folder=folder)
 
     def leave(code: int) -> None:
         """What the leader's folder has not got is kept where the run failed."""
         nonlocal claimed, course
         registered.close()
-        if claimed is not None and code == 0:
+        if claimed is not None and code == 0 and not is_own:
             claimed.discard()
         elif claimed is not None:
-            state = {STOPPED: "stopped", FAILED: "failed", USER: "failed"}.get(code, "interrupted")
+            state = {0: "done", STOPPED: "stopped", FAILED: "failed", USER: "failed"}.get(code, "interrupted")
             record.close(claimed.folder.path, state=state, exit_code=code)
-            claimed.release()
+            claimed.release(done=code == 0)
         claimed = course = None
 
     code = FAILED

@@ -9,6 +9,18 @@
 A folder without a manifest that agrees with its files is no checkpoint. The manifest carries a hash of itself. A file's
 bytes are hashed in the spans in which ranks wrote them, so nobody had to read the file again; together they cover it.
 
+Where nodes have disks of their own, each writes a part:
+
+    RUN/checkpoints/step-00000500.part-1-of-2/
+        config.json …  state.json              as in a whole one
+        ranges/rank-3.bin                      what a rank wrote of the large files, range after range
+        manifest.json                          also which ranges of which files, and whose the other parts are
+
+Parts of one checkpoint have one id, drawn for it, and all that is known of them stands in their manifests: which node
+holds one now, and under which number, matters to nobody. A range that several nodes hold is written by two of them, so
+that the parts may be enough though one is lost. Laid beside each other in one folder they can be resumed, or put
+together into a whole one (`put_together`).
+
 Those that DeepSpeed wrote for another program:
 
     output/                     or output/checkpoint-500, as transformers' Trainer has it
@@ -24,7 +36,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,20 +50,22 @@ from tightfit.inputs.records import find_json, read_json
 from tightfit.inputs.spelling import open_regular
 from tightfit.job import Saving
 from tightfit.job.known import block_in, whole
-from tightfit.messages import Message, Said, say_why
+from tightfit.messages import Listing, Message, Said, say_why
 from tightfit.owned import Listed, NotOurs, Ours, Patterns, check_ours
 from tightfit.runs import disk
 from tightfit.types import ConfigError, TightfitError
 
 CHECKPOINTS = "checkpoints"
 MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer"
-SCHEMA = 1
+SCHEMA, PART_SCHEMA = 1, 2  # of a whole one's manifest, and of a part's, which older versions know not to read
+RANGES = "ranges"
 READ_BYTES = 8 * 2**20
 _MOST_MANIFEST_BYTES = 2**28  # a model of a trillion parameters has some million spans
 
-_NAME = re.compile(r"step-(\d{8,})")
+_PART = r"\.part-\d+-of-\d+"
+_NAME = re.compile(rf"step-(\d{{8,}})({_PART})?")
 _STAGING, _OLD, _GONE = ".partial", ".old", ".gone"
-_ORPHAN = re.compile(r"\.step-\d{8,}\.(partial|old|gone)")  # the names of what a killed process may leave
+_ORPHAN = re.compile(rf"\.step-\d{{8,}}({_PART})?\.(partial|old|gone)")  # the names of what a killed process may leave
 
 _BESIDE = (  # the small files that Hugging Face's libraries write beside weights
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab"
@@ -61,8 +75,9 @@ _BESIDE = (  # the small files that Hugging Face's libraries write beside weight
 )
 _CUT = r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 MODEL = rf"{_BESIDE}|(model|adapter_model){_CUT}"
-_CHECKPOINT = rf"{MODEL}|{OPTIMIZER}/\w+{_CUT}|{re.escape(MANIFEST)}|{re.escape(STATE)}"
-_FOLDERS = f"additional_chat_templates|{OPTIMIZER}"
+_CHECKPOINT = rf"{MODEL}|{OPTIMIZER}/\w+{_CUT}|{RANGES}/rank-\d+\.bin|{re.escape(MANIFEST)}|{re.escape(STATE)}"
+_FOLDERS = f"additional_chat_templates|{OPTIMIZER}|{RANGES}"
+_CUT_UP = re.compile(rf"({OPTIMIZER}/\w+|model|adapter_model)(-\d{{5}}-of-\d{{5}})?\.safetensors")
 HALF_WRITTEN = rf"{_CHECKPOINT}|\.rank-\d+-(began|spans|done)(-\d+)?\.json"
 MODEL_FILES: Ours = Patterns(MODEL, _FOLDERS)
 STAGED: Ours = Patterns(HALF_WRITTEN, _FOLDERS)  # what lies in a folder that is being written, or is being removed
@@ -95,11 +110,56 @@ class StoredFile:
     spans: tuple[Span, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [start, stop) of a file of the whole checkpoint."""
+
+    file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a node's part is a part of."""
+
+    id: str  # the same in all parts of a checkpoint
+    number: int  # from 1
+    hosts: tuple[str, ...]  # who wrote the parts, in the order of their numbers
+    sizes: Mapping[str, int]  # of the files that are cut up between parts
+    ranges: Mapping[str, tuple[Extent, ...]]  # what lies end to end in each file of RANGES
+
+    def tree(self) -> dict[str, Any]:
+        ranges = {name: [[one.file, one.start, one.stop] for one in held] for name, held in sorted(self.ranges.items())}
+        own = {"id": self.id, "number": self.number, "hosts": list(self.hosts)}
+        return {**own, "sizes": dict(sorted(self.sizes.items())), "ranges": ranges}
+
+    @classmethod
+    def read(cls, tree: Mapping[str, Any]) -> Part:
+        """ValueError: nobody could have written that."""
+        part = cls(
+            id=str(tree["id"]),
+            number=int(tree["number"]),
+            hosts=tuple(map(str, tree["hosts"])),
+            sizes={str(name): int(size) for name, size in tree["sizes"].items()},
+            ranges={
+                str(name): tuple(Extent(str(file), int(start), int(stop)) for file, start, stop in held)
+                for name, held in tree["ranges"].items()
+            },
+        )
+        extents = [one for held in part.ranges.values() for one in held]
+        inside = all(0 <= one.start <= one.stop <= part.sizes.get(one.file, -1) for one in extents)
+        if not (inside and 1 <= part.number <= len(part.hosts) and all(map(_CUT_UP.fullmatch, part.sizes))):
+            raise ValueError("a part that holds what it cannot")
+        return part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     step: int
     written: str  # when, as a person reads it
     files: Mapping[str, StoredFile]  # by the name within the folder
+    part: Part | None = None  # None: it is a whole one
 
     @property
     def bytes(self) -> int:
@@ -111,6 +171,8 @@ class Manifest:
             for name, file in sorted(self.files.items())
         }
         tree = {"schema": SCHEMA, "step": self.step, "written": self.written, "hash": "xxh3_128", "files": files}
+        if self.part is not None:
+            tree |= {"schema": PART_SCHEMA, "part": self.part.tree()}
         return json.dumps({**tree, "itself": _own_digest(tree)}, indent=1) + "\n"
 
 
@@ -127,14 +189,24 @@ def folder_of(run: Path, step: int) -> Path:
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
+def part_folder_of(run: Path, step: int, number: int, count: int) -> Path:
+    return run / CHECKPOINTS / f"step-{step:08d}.part-{number}-of-{count}"
+
+
 def step_of(folder: Path) -> int | None:
-    """None: the name is not that of a checkpoint."""
+    """None: the name is not that of a checkpoint, or of a part of one."""
     found = _NAME.fullmatch(folder.name)
     return int(found[1]) if found else None
 
 
+def is_part(folder: Path) -> bool:
+    """By its name."""
+    found = _NAME.fullmatch(folder.name)
+    return found is not None and found[2] is not None
+
+
 def newest_first(run: Path) -> list[Path]:
-    """What looks like a checkpoint by its name, whole or not."""
+    """What looks like a checkpoint by its name, or a part of one, whole or not."""
     place = run / CHECKPOINTS
     if not place.is_dir():
         return []
@@ -169,16 +241,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise Unknown(Message("runs.its-cannot-read-why", name=MANIFEST, why=say_why(error))) from None
     except ValueError:
         raise Torn(Message("runs.its-no-json", name=MANIFEST)) from None
+    return manifest_of(tree)
+
+
+def manifest_of(tree: Any) -> Manifest:
+    """The manifest that a file says, or that another node has sent."""
     if not isinstance(tree, dict) or tree.pop("itself", None) != _own_digest(tree):
         raise Torn(Message("runs.its-changed", name=MANIFEST))
-    if tree.get("schema") != SCHEMA:
+    if tree.get("schema") not in (SCHEMA, PART_SCHEMA):
         raise Unknown(Message("runs.other-schema", found=tree.get("schema"), known=SCHEMA))
     try:
         files = {
             name: StoredFile(int(one["bytes"]), tuple(Span(int(a), int(b), str(c)) for a, b, c in one["spans"]))
             for name, one in tree["files"].items()
         }
-        return Manifest(step=int(tree["step"]), written=str(tree["written"]), files=files)
+        part = Part.read(tree["part"]) if tree["schema"] == PART_SCHEMA else None
+        return Manifest(step=int(tree["step"]), written=str(tree["written"]), files=files, part=part)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise Torn(Message("runs.its-no-manifest", name=MANIFEST)) from None
 
@@ -199,17 +277,46 @@ def checked(folder: Path) -> Manifest:
             raise Torn(Message("runs.other-size", name=name, size=size, all=file.bytes))
         if not covered(file):
             raise Torn(Message("runs.no-hash", name=MANIFEST, file=name))
+    for name, held in (manifest.part.ranges if manifest.part is not None else {}).items():
+        if name not in manifest.files or sum(one.stop - one.start for one in held) != manifest.files[name].bytes:
+            raise Torn(Message("runs.its-no-manifest", name=MANIFEST))
     return manifest
 
 
 def covered(file: StoredFile) -> bool:
     """Whether every byte is in a span: what is in none could change without anybody's notice."""
+    return _reach((span.start, span.stop) for span in file.spans) == file.bytes
+
+
+def _reach(ranges: Iterable[tuple[int, int]]) -> int:
+    """How far they cover everything from the first byte on."""
     reached = 0
-    for start, stop in sorted((span.start, span.stop) for span in file.spans):
+    for start, stop in sorted(ranges):
         if start > reached:
-            return False
+            break
         reached = max(reached, stop)
-    return reached == file.bytes
+    return reached
+
+
+def find_lacking(parts: Collection[Part]) -> tuple[int, ...]:
+    """Of parts of one checkpoint: the numbers of those that are wanted beside them; none: these hold every byte."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for part in parts:
+        for held in part.ranges.values():
+            for one in held:
+                ranges.setdefault(one.file, []).append((one.start, one.stop))
+    first = next(iter(parts))
+    if all(_reach(ranges.get(name, [])) == size for name, size in first.sizes.items()):
+        return ()
+    missing = {*range(1, len(first.hosts) + 1)} - {part.number for part in parts}
+    if not missing:
+        raise Torn(Message("runs.parts-too-few"))
+    return tuple(sorted(missing))
+
+
+def name_part(part: Part, number: int) -> Message:
+    """`part 2, of host beta`"""
+    return Message("runs.part-of-host", number=number, host=part.hosts[number - 1])
 
 
 def spans_of(manifest: Manifest) -> list[tuple[str, Span]]:
@@ -295,7 +402,7 @@ def outdated(run: Path, keeping: Keeping, step: int) -> list[Path]:
 
 def surplus(steps: Iterable[int], keeping: Keeping) -> frozenset[int]:
     """Of the steps of whole checkpoints, those that need not stay."""
-    older = sorted(steps, reverse=True)[keeping.last :]
+    older = sorted(set(steps), reverse=True)[keeping.last :]
     every = keeping.every_steps
     return frozenset(step for step in older if every is None or step % every != 0)
 
@@ -387,6 +494,8 @@ class FoundCheckpoint:
     certain: bool = True
     """Whether nobody can use it; False: it may be whole for a newer version, or when the disk answers again."""
     verified: bool = False  # whether every byte was hashed again, and is what was written
+    part: Part | None = None  # None: it is a whole one
+    lacking: tuple[int, ...] = ()  # the numbers of parts that are wanted beside those that lie here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,7 +547,7 @@ def inventory(run: Path) -> Inventory:
         try:
             manifest = checked(folder)
             maker = _maker(read_state(folder))
-            one = replace(one, bytes=manifest.bytes, written=manifest.written, maker=maker)
+            one = replace(one, bytes=manifest.bytes, written=manifest.written, maker=maker, part=manifest.part)
         except Torn as error:
             if not folder.exists():  # a run that lives has just removed it
                 continue
@@ -452,7 +561,23 @@ def inventory(run: Path) -> Inventory:
         found.append(one)
     left = Message("runs.left-by-killed")
     half = tuple(Goner(path=path, bytes=size_of(path), because=left) for path in orphans(run))
-    return Inventory(run=run, checkpoints=tuple(found), orphans=half)
+    return Inventory(run=run, checkpoints=tuple(_look_beside(found)), orphans=half)
+
+
+def _look_beside(found: Sequence[FoundCheckpoint]) -> Iterator[FoundCheckpoint]:
+    """With what parts lack of the others."""
+    together: dict[str, list[Part]] = {}
+    for one in found:
+        if one.part is not None and one.problem is None:
+            together.setdefault(one.part.id, []).append(one.part)
+    for one in found:
+        if one.part is None:
+            yield one
+            continue
+        try:
+            yield replace(one, lacking=find_lacking(together.get(one.part.id) or [one.part]))
+        except Torn as error:
+            yield replace(one, problem=error.said)
 
 
 def _maker(state: Mapping[str, Any]) -> Maker:
@@ -488,7 +613,9 @@ def keeping_of(run: Path) -> Keeping:
 
 def goners(there: Inventory, keeping: Keeping) -> tuple[Goner, ...]:
     """What may go, in the order in which it does: what nobody can use first, and of the others the oldest."""
-    complete = [found for found in there.checkpoints if found.problem is None]
+    whole = {found.step for found in there.checkpoints if found.problem is None and found.part is None}
+    beside = [found for found in there.checkpoints if found.part is not None and found.step in whole]
+    complete = [found for found in there.checkpoints if found.problem is None and found not in beside]
     spare = surplus((found.step for found in complete), keeping)
     older = Message("runs.older-than", count=keeping.last) if keeping.last > 1 else Message("runs.older-than-one")
     return (
@@ -496,8 +623,9 @@ def goners(there: Inventory, keeping: Keeping) -> tuple[Goner, ...]:
         *(
             Goner(path=found.folder, bytes=found.bytes, because=Message("runs.not-whole", problem=found.problem))
             for found in there.broken
-            if found.certain
+            if found.certain and found not in beside
         ),
+        *(Goner(path=found.folder, bytes=found.bytes, because=Message("runs.whole-beside")) for found in beside),
         *(
             Goner(path=found.folder, bytes=found.bytes, because=older)
             for found in reversed(complete)
@@ -518,6 +646,91 @@ def remove_goner(goner: Goner) -> None:
         (remove_orphan if step_of(goner.path) is None else remove)(goner.path)
     except OSError as error:
         raise ConfigError(Message("runs.cannot-be-removed", path=goner.path, why=say_why(error))) from None
+
+
+# --- parts into a whole one ----------------------------------------------------------------------
+
+
+def put_together(run: Path, there: Inventory, progress: Callable[[int, int], None]) -> Path:
+    """A whole checkpoint from the newest parts that lie in a run's folder and are enough; `progress` hears of bytes
+    done, and of all. Only for whoever holds the run's lock. ConfigError: there is none, or no room for it."""
+    parts = [found for found in there.checkpoints if found.part is not None and found.problem is None]
+    if not parts:
+        raise ConfigError(Message("runs.no-parts", run=run))
+    enough = next((found for found in parts if not found.lacking), None)
+    if enough is None or enough.part is None:
+        newest = parts[0]
+        assert newest.part is not None
+        wanted = Listing([name_part(newest.part, number) for number in newest.lacking], "and")
+        where = {"step": newest.step, "wanted": wanted, "place": run / CHECKPOINTS}
+        raise ConfigError(Message("runs.parts-wanted", **where))
+    chosen = [found for found in parts if found.part is not None and found.part.id == enough.part.id]
+    folder = folder_of(run, enough.step)
+    if folder.exists():
+        raise ConfigError(Message("runs.whole-there", folder=folder))
+    total = sum(enough.part.sizes.values())
+    if (free := disk.room(run / CHECKPOINTS)) < total:
+        raise ConfigError(Message("runs.needs-room", folder=run, left=free / 1e6, need=total / 1e6))
+    staging = staging_of(folder)
+    if os.path.lexists(staging):
+        remove_orphan(staging)
+    disk.make_new_folder(staging)
+    try:
+        _copy_parts(chosen, staging, partial(progress, total))
+        disk.rename(staging, folder)
+    except BaseException as error:
+        with suppress(OSError, NotOurs):
+            disk.remove_folder(staging, STAGED)
+        if isinstance(error, OSError):
+            raise ConfigError(Message("runs.cannot-write", path=folder, why=say_why(error))) from None
+        raise
+    disk.sync_path(folder.parent)
+    return folder
+
+
+def _copy_parts(chosen: Sequence[FoundCheckpoint], staging: Path, progress: Callable[[int], None]) -> None:
+    """Every byte is held against its hash on the way."""
+    files: dict[str, StoredFile] = {}
+    spans: dict[str, list[Span]] = {}
+    copied, done = set[Extent](), 0
+    for number, found in enumerate(chosen):
+        manifest = checked(found.folder)
+        assert manifest.part is not None
+        verify(found.folder, spans_of(manifest))
+        if number == 0:
+            for name, file in manifest.files.items():
+                if name not in manifest.part.ranges:
+                    disk.make_folder((staging / name).parent)
+                    disk.write_bytes(staging / name, (found.folder / name).read_bytes())
+                    files[name] = file
+            for name, size in manifest.part.sizes.items():
+                disk.make_folder((staging / name).parent)
+                os.close(disk.create(staging / name, size))
+                spans[name] = []
+        for name, held in manifest.part.ranges.items():
+            with open_regular(found.folder / name) as source:
+                for one in held:
+                    if one in copied:  # another node wrote it too
+                        source.seek(one.stop - one.start, os.SEEK_CUR)
+                        continue
+                    copied.add(one)
+                    target, state = disk.open_to_write(staging / one.file), xxhash.xxh3_128()
+                    try:
+                        for at in range(one.start, one.stop, READ_BYTES):
+                            data = source.read(min(READ_BYTES, one.stop - at))
+                            state.update(data)
+                            disk.put(target, memoryview(data), at)
+                            done += len(data)
+                            progress(done)
+                    finally:
+                        os.close(target)
+                    spans[one.file].append(Span(one.start, one.stop, state.hexdigest()))
+    for name, of_one in spans.items():
+        disk.sync_path(staging / name)
+        files[name] = StoredFile((staging / name).stat().st_size, tuple(sorted(of_one, key=lambda span: span.start)))
+    manifest = read_manifest(chosen[0].folder)
+    disk.write_text(staging / MANIFEST, Manifest(step=manifest.step, written=manifest.written, files=files).text())
+    disk.sync_path(staging)
 
 
 # --- those of DeepSpeed --------------------------------------------------------------------------

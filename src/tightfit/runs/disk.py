@@ -60,7 +60,11 @@ def sync(descriptor: int) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """A small file, whole, and on the disk when this returns."""
-    data = text.encode()
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Likewise."""
     descriptor = create(path, 0)
     try:
         put(descriptor, memoryview(data), 0)

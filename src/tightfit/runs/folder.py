@@ -66,7 +66,7 @@ _FIXED = Patterns(
             FRESH.format(_PICTURE),
             f"logs/{_LOG}",
             _ERRORS,
-            r"heartbeats/rank-\d+",
+            r"heartbeats/(rank-\d+|node-[0-9a-f]{16})",
             r"faults/\d+",
             f"plan/({_PLAN})",
             rf"plan/{_STAGING}/(old/)?({_PLAN})",

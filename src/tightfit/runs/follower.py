@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tightfit.inputs.records import find_record
 from tightfit.messages import Message, Said, say_why
 from tightfit.runs import wire
 from tightfit.runs.cause import KernelRecord
@@ -52,14 +53,23 @@ class Work:
 
     starts: Sequence[RankStart]
     cwd: Path
+    folder: Path  # of the run, as the ranks see it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Led:
+    """The run of the leader."""
+
+    folder: Path  # on the leader's machine
+    is_seen: bool  # whether it is the same one here
 
 
 @dataclass(kw_only=True)
 class FollowingDesk:
     node: Node
     look: Callable[[], Facts]
-    begin: Callable[[Path, wire.Start, str | None], Work]
-    """What to start for the run in a folder; the name is that of the network interface towards the leader."""
+    begin: Callable[[Led, wire.Start, str | None], Work]
+    """What to start for the run; the name is that of the network interface towards the leader."""
     signals: Signals
     say: Callable[[Said], None]
     _desk: str = field(default_factory=wire.draw)
@@ -69,9 +79,9 @@ class FollowingDesk:
         """To the end of the run, as the leader tells it."""
         limit_s = wire.MEETING_S
         while True:
-            connection, folder = self._arrive(limit_s)
+            connection, led = self._arrive(limit_s)
             try:
-                ended = _Service(self, connection, folder).serve()
+                ended = _Service(self, connection, led).serve()
             except ConnectionLost:
                 ended = None
             finally:
@@ -84,7 +94,7 @@ class FollowingDesk:
                     return wire.RunEnded(exit_code=self.signals.exit_code)
                 self.say(Message("runs.leader-lost", seconds=round(limit_s), **self.node.words))
 
-    def _arrive(self, limit_s: float) -> tuple[Connection, Path]:
+    def _arrive(self, limit_s: float) -> tuple[Connection, Led]:
         deadline, why = time.monotonic() + limit_s, ""
         while True:
             connection: Connection | None = None
@@ -113,8 +123,8 @@ class FollowingDesk:
                 raise ConfigError(Message("runs.leader-unreached", why=why, seconds=round(limit_s), **self.node.words))
             time.sleep(PAUSE_S)
 
-    def _introduce(self, connection: Connection) -> Path:
-        """Say who this is and prove it; the run's folder."""
+    def _introduce(self, connection: Connection) -> Led:
+        """Say who this is and prove it; the run."""
         nonce = wire.draw()
         connection.send(
             Arrived(
@@ -130,14 +140,20 @@ class FollowingDesk:
         challenge = self._await(connection, wire.Challenge)
         folder = Path(challenge.folder)
         record = wire.find_meeting(folder, challenge.mark)
+        is_seen = record is not None
+        if record is None:
+            key = find_record(wire.key_path(), wire.MeetingRecord)
+            record = key if key is not None and key.mark == challenge.key_mark else None
         if record is None:
             connection.send(wire.NodeProof(proof=""))
-            raise ConfigError(Message("runs.folder-unseen-here", folder=folder))
-        connection.send(wire.NodeProof(proof=record.prove(challenge.nonce, nonce, self._desk)))
+            said = {"folder": folder, "key": wire.key_path()}
+            raise ConfigError(Message("runs.folder-unseen-here", **said))
+        proof = record.prove(challenge.nonce, nonce, self._desk)
+        connection.send(wire.NodeProof(proof=proof, by_key=not is_seen))
         welcome = self._await(connection, wire.Welcome)
         if not record.is_proof(welcome.proof, nonce, challenge.nonce, "leader"):
             raise ConfigError(Message("runs.leader-unproved", **self.node.words))
-        return folder
+        return Led(folder=folder, is_seen=is_seen)
 
     def _await(self, connection: Connection, kind: type[wire.L]) -> wire.L:
         """The leader's next word. While it plans it only says that it lives."""
@@ -157,8 +173,9 @@ class FollowingDesk:
 class _Service:
     """One connection, from the leader's welcome to its end."""
 
-    def __init__(self, follower: FollowingDesk, connection: Connection, folder: Path) -> None:
-        self._follower, self._connection, self._folder = follower, connection, folder
+    def __init__(self, follower: FollowingDesk, connection: Connection, led: Led) -> None:
+        self._follower, self._connection, self._led = follower, connection, led
+        self._folder = led.folder  # in which the ranks give signs of life
         self._attempt, self._began, self._sent = 0, 0.0, dict[int, int]()
         self._codes: dict[str, int] = {}  # of the ranks that have ended
         self._ranks: Ranks | None = None
@@ -220,7 +237,8 @@ class _Service:
     def _start(self, order: wire.Start) -> None:
         self._attempt, self._began, self._codes = order.attempt, time.time(), {}
         try:
-            work = self._follower.begin(self._folder, order, wire.find_interface(self._connection.own_address))
+            work = self._follower.begin(self._led, order, wire.find_interface(self._connection.own_address))
+            self._folder = work.folder
             self._kernel = KernelRecord()
             self._sent = {start.rank: 0 for start in work.starts}
             ranks = Ranks(work.starts, work.cwd)

@@ -45,6 +45,7 @@ class Seat:
 
     arrived: Arrived
     connection: Connection
+    sees_folder: bool
     address: str  # from which it came
     ahead_s: float  # of its clock, before ours
     is_checked: bool = False
@@ -87,6 +88,7 @@ class Leader:
         self._change = threading.Condition()
         self._folder: Path | None = None
         self._record: wire.MeetingRecord | None = None
+        self._key: wire.MeetingRecord | None = None  # of the user
         self._logs: dict[int, Path] = {}
         self._closed = False
         own = wire.desk_port(port)
@@ -144,18 +146,24 @@ class Leader:
             if folder is not None and record is not None:
                 break
         name, nonce = name_node(arrived.node, arrived.facts.host), wire.draw()
-        connection.send(wire.Challenge(folder=str(folder), mark=record.mark, nonce=nonce))
+        key = self._key
+        key_mark = "" if key is None else key.mark
+        connection.send(wire.Challenge(folder=str(folder), mark=record.mark, key_mark=key_mark, nonce=nonce))
         proof = connection.receive(2 * wire.SHARED_S)
         if not isinstance(proof, wire.NodeProof):
             return None
         if not proof.proof:
             with self._change:
-                self._problems[arrived.node] = Message("runs.folder-unseen", name=name, folder=folder)
+                said = {"folder": folder, "key": wire.key_path()}
+                self._problems[arrived.node] = Message("runs.folder-unseen", name=name, **said)
             return None
+        if proof.by_key and key is not None:
+            record = key
         if not record.is_proof(proof.proof, nonce, arrived.nonce, arrived.desk):
             connection.send(wire.NodeRefused(said=Message("runs.node-unproved")))
             return None
-        seat = Seat(arrived=arrived, connection=connection, address=address, ahead_s=ahead_s)
+        sees = not proof.by_key
+        seat = Seat(arrived=arrived, connection=connection, sees_folder=sees, address=address, ahead_s=ahead_s)
         with self._change:
             there = self._seats.get(arrived.node)
             if there is not None and there.lives and there.arrived.desk != arrived.desk:
@@ -208,9 +216,9 @@ class Leader:
 
     def open(self, folder: Path) -> None:
         """From now on nodes may prove that they belong to the run in this folder."""
-        record = wire.write_meeting(folder)
+        record, key = wire.write_meeting(folder / wire.MEETING), wire.make_key()
         with self._change:
-            self._folder, self._record = folder, record
+            self._folder, self._record, self._key = folder, record, key
             self._change.notify_all()
 
     def assemble(

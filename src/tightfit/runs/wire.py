@@ -7,9 +7,11 @@ class here; it is read as any record is, so nothing that comes over the line can
 Both ends say every few seconds that they live. An end that has said nothing for `SILENT_S` is taken for dead, whatever
 TCP believes: a machine that lost its power or its network closes no connection, and one that is paused keeps it open.
 
-The leader writes a random token into the run's folder, which all nodes share. Each end proves that it can read it by a
-keyed hash over numbers that both have drawn; the token itself never travels, and nothing is obeyed before that. What is
-said is not encrypted, as NCCL's and gloo's own traffic is not.
+The leader writes a random token into the run's folder. Each end proves that it can read it by a keyed hash over numbers
+that both have drawn; the token itself never travels, and nothing is obeyed before that. A node that does not see that
+folder, since each has a disk of its own, proves itself by the user's key in the same way: a file in the home folder,
+which machines often share, or to which it was copied. What is said is not encrypted, as NCCL's and gloo's own traffic
+is not.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ from typing import TypeVar
 
 from tightfit.hardware.machine import Occupancy, free_ram, ram_here
 from tightfit.inputs.records import as_record, find_record, parse_json, record_text
+from tightfit.inputs.surroundings import data_folder
 from tightfit.inputs.versions import find_installed
 from tightfit.messages import Message, Said, as_json
-from tightfit.owned import fresh_beside, open_new
+from tightfit.owned import replace_file
 from tightfit.runs.heartbeat import Beat
 from tightfit.runs.processes import this_host
 
@@ -48,7 +51,7 @@ RETURN_S = 600.0  # for one that was lost to come back
 CLOCKS_S = 30.0  # clocks that are further apart than this are worth a warning
 SHARED_S = 15.0  # until a network disk shows every node what one of them has written
 TRY_S = 8.0  # for a connection that is only tried
-MEETING = "meeting.json"
+MEETING, KEY = "meeting.json", "nodes.key"
 PACKAGES = ("tightfit", "torch", "deepspeed", "transformers")
 IN_USE = (errno.EADDRINUSE,)
 _SEND_S = 5.0
@@ -105,12 +108,14 @@ class Arrived:
 class Challenge:
     folder: str  # of the run
     mark: str  # by which its token is known from one that an earlier run has left
+    key_mark: str  # likewise the user's key
     nonce: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProof:
-    proof: str  # "": no such token can be read
+    proof: str  # "": neither token nor key can be read
+    by_key: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,19 +382,25 @@ def draw() -> str:
     return secrets.token_hex(16)
 
 
-def write_meeting(run: Path) -> MeetingRecord:
+def write_meeting(path: Path) -> MeetingRecord:
     """For this user's eyes alone."""
-    record, path = MeetingRecord(token=draw()), run / MEETING
-    fresh = fresh_beside(path)
-    file = open_new(fresh)
-    try:
-        os.fchmod(file, 0o600)
-        os.write(file, record_text(record).encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
-    fresh.replace(path)
+    record = MeetingRecord(token=draw())
+    replace_file(path, record_text(record).encode(), sync=True, private=True)
     return record
+
+
+def key_path() -> Path:
+    """By this file machines know each other that share no folder."""
+    return data_folder() / KEY
+
+
+def make_key() -> MeetingRecord | None:
+    """The user's key, made where there is none; None: it cannot be."""
+    path = key_path()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return find_record(path, MeetingRecord) or write_meeting(path)
+    return None
 
 
 def find_meeting(run: Path, mark: str) -> MeetingRecord | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from tightfit.messages import Message, end_sentence, text
-from tightfit.runs.checkpoints import Goner, Inventory, Maker
+from tightfit.messages import Listing, Message, end_sentence, text
+from tightfit.runs.checkpoints import Goner, Inventory, Maker, name_part
 from tightfit.runs.lines import MIB, size_words
 from tightfit.screen import draw_list, say, table_of, widen
 
@@ -23,6 +23,10 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
     for found in there.checkpoints:
         if found.problem is not None:
             state = Text(text("screen.not-whole-mark" if found.certain else "screen.unknown-mark"), "bold red")
+        elif found.part is not None:
+            numbers = {"number": found.part.number, "count": len(found.part.hosts)}
+            words = "screen.part-alone" if found.lacking else "screen.part-enough"
+            state = Text(text(words, **numbers), "yellow" if found.lacking else "green")
         else:
             state = Text(text("screen.verified" if found.verified else "screen.complete"), "green")
         cells = (f"{found.step:,}", size(found.bytes), found.written or "?", maker_words(found.maker))
@@ -32,6 +36,14 @@ def draw_inventory(console: Console, there: Inventory, holder: str | None) -> No
     count, broken = len(there.checkpoints), len(there.broken)
     said = {"n": count, "size": size(there.bytes)}
     say(console, text("screen.some-broken", **said, broken=broken) if broken else text("screen.checkpoints", **said))
+    alone = [
+        text("screen.rest-is-on", name=found.folder.name, parts=Listing(wanted, "and"))
+        for found in there.checkpoints
+        if found.part is not None
+        and found.problem is None
+        and (wanted := [name_part(found.part, number) for number in found.lacking])
+    ]
+    draw_list(console, text("screen.parts-alone"), alone)
     problems = [text("screen.problem", name=found.folder.name, problem=found.problem) for found in there.broken]
     draw_list(console, text("screen.not-whole"), problems)
     left = Message("screen.left-by-killed" if holder is None else "screen.left-by-live")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tightfit.desk.calibration import Calibrations, calibration_of
 from tightfit.desk.plan import bounds_of, left_out, of_the_file, read_hostfile, render_plan, target_of, way_out
 from tightfit.desk.plan_request import PlanInput, resolve_request
-from tightfit.desk.request import Request
+from tightfit.desk.request import Request, each_stage
 from tightfit.diagnose.verdict import Verdict
 from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.launch.hostfile import parse_hostfile
@@ -129,6 +129,23 @@ class Ready:
 def node_folder(folder: Path, rank: int) -> Path:
     """Where a node that follows keeps plan and logs; the run's own folder is node 0's to make."""
     return folder.with_name(f"{folder.name}-node{rank}")
+
+
+def find_own_folder(request: Request, folder: Path, *, is_seen: bool) -> Path | None:
+    """The run's folder on the disk of a node that follows; None: it is the leader's. They are two where the leader's is
+    not seen here, or where this node was told another one."""
+    named = request.flags.get("output")
+    if named is None and request.file is not None:
+        told = job_from_text(request.file.read(), model=request.model).job.saving.folder
+        named = told if told != Saving().folder else None
+    own = folder if named is None else Path(named).expanduser().absolute()
+    if is_seen and (own == folder or own.resolve() == folder.resolve()):
+        return None
+    if each_stage(request):
+        if is_seen:
+            return None
+        raise ConfigError(Message("cli.stages-need-shared", folder=folder))
+    return own
 
 
 def nodes_of(request: Request, options: TrainOptions) -> Nodes:

@@ -31,6 +31,7 @@ from tightfit.train.kernels import install_kernels
 from tightfit.train.loss import try_kernels
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute, say_whole
+from tightfit.train.safetensors_files import Files
 from tightfit.train.scratch import Scratch
 from tightfit.train.shards import outline
 from tightfit.train.sources import open_weights
@@ -61,9 +62,10 @@ def assemble(
     weights: Path | None,
     checkpoint: Path | DeepSpeedCheckpoint | None,
     cache: Path,
+    files: Files | None = None,
 ) -> Assembled:
     """The engine, with every parameter filled. `weights`: of the model that the job names; None: they are drawn.
-    `checkpoint`: one whose weights take their place."""
+    `checkpoint`: one whose weights take their place; `files`: of that one, where they are not plain ones."""
     levers = config.levers
     if levers.engine == "zero0" and levers.precision == "fp16":
         raise ConfigError(Message("train.zero0-fp16"))
@@ -97,7 +99,7 @@ def assemble(
         if isinstance(checkpoint, DeepSpeedCheckpoint):
             source = checkpoint.name_for(twin, adapters=False)
         elif (folder := checkpoint or weights) is not None:
-            source = open_weights(folder, twin, cache, progress=events.report)
+            source = open_weights(folder, twin, cache, progress=events.report, files=files)
         drawn = twin if levers.lora is None else adapt(skeleton())
         draws = Scratch(drawn, config.training.seed)
 

@@ -2,7 +2,8 @@
 
 At a step's border every rank hands its parts of the weights, of the fp32 copies and of the moments to a `Writer`, which
 puts them at their place in files that hold each parameter once and whole. Then come `state.json` and, when every byte
-is on the disk and all ranks agree, the manifest; a rename makes it a checkpoint. Older ones go only after that.
+is on the disk and all ranks agree, the manifest; a rename makes it a checkpoint. Older ones go only after that. Where
+nodes have disks of their own (`nodes.py`) each writes a part, and older ones go when all parts stand.
 
 In the background: the parts are copied into a buffer on the host, training goes on, and a thread writes them. The
 buffer is made while the first steps run, and stays. Without room for it, training waits until the files are written.
@@ -11,13 +12,14 @@ buffer is made while the first steps run, and stays. Without room for it, traini
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,21 +27,34 @@ from typing import Any
 import torch
 
 from tightfit.hardware.machine import free_ram
-from tightfit.messages import Message, message_of, say_why
+from tightfit.messages import Message, as_json, from_json, message_of, say_why
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints, disk
-from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manifest, Span, StoredFile, covered, digest
+from tightfit.runs.checkpoints import (
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    Keeping,
+    Manifest,
+    Part,
+    Span,
+    StoredFile,
+    covered,
+    digest,
+)
 from tightfit.train.assemble import Assembled
 from tightfit.train.build import DTYPES
 from tightfit.train.config import WorkerConfig
-from tightfit.train.engines import MASTER, Engine
+from tightfit.train.engines import MASTER, Engine, State
 from tightfit.train.events import Events
-from tightfit.train.place import Place, side_meeting, totals
+from tightfit.train.nodes import Nodes, Turn
+from tightfit.train.place import Place, everyone, make_side_group, meet, totals, words
 from tightfit.train.saved_model import (
     ADAPTER,
     HOST_BYTES,
     FileStyle,
     Names,
+    PartWriter,
     SaveError,
     TensorPiece,
     TensorSet,
@@ -92,7 +107,7 @@ class Staging:
                 step = HOST_BYTES // max(values.dtype.itemsize, target.dtype.itemsize)
                 for low in range(0, values.numel(), step):
                     target[low : low + step].copy_(values[low : low + step], non_blocking=self._queued)
-                copies.append(TensorPiece(piece.name, piece.shape, piece.start, target))
+                copies.append(replace(piece, tensor=target))
                 begin += _room(piece, each)
         if self._queued:
             torch.cuda.synchronize()
@@ -115,10 +130,11 @@ class Saver:
     background: bool
     ranks_here: int  # that share this machine's memory
     masters: bool  # weights train in 16 bits, and their fp32 copies are worth a file of their own
+    nodes: Nodes
     last: int | None = None  # the step of the newest checkpoint that stands, as far as this run knows
 
     def __post_init__(self) -> None:
-        self._barrier = side_meeting(self.place)
+        self._side = make_side_group(self.place)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[tuple[str, dict[str, Any]]] | None = None
         self._preparing: Future[Staging] | None = None
@@ -127,28 +143,42 @@ class Saver:
     @cached_property
     def sets(self) -> tuple[TensorSet, ...]:
         model = replace(self.model, style=replace(self.model.style, beside=None))
-        states = state_set(self.engine, self.place, masters=self.masters)
+        states = state_set(self.engine, self.nodes, masters=self.masters)
         return (model,) if states is None else (model, states)
+
+    @cached_property
+    def _bytes_here(self) -> int:
+        """Of the large files, on this node's disk."""
+        if not self.nodes.are_apart:
+            return sum(each.total_bytes for each in self.sets)
+        own = sum(
+            piece.tensor.numel() * each.names[piece.name][1].itemsize for each in self.sets for piece in each.pieces()
+        )
+        of_ranks = everyone(self.place, own)
+        return sum(of_ranks[rank] for rank in self.nodes.ranks_here)
 
     def save(self, step: int, state: Mapping[str, Any], events: Events) -> None:
         """Begin a checkpoint, or write it all where there is no room to do so in the background."""
         began = time.monotonic()
         self.wait(events)
         # The newest one stays while the next is written, so there must be room for both.
-        needed = sum(each.total_bytes for each in self.sets) + SLACK_BYTES
+        needed = self._bytes_here + SLACK_BYTES
         where = self.run / checkpoints.CHECKPOINTS  # which may lie on another disk than the rest
         problem = None
-        if self.place.leads:
+        if self.nodes.leads:
             try:
                 if (free := disk.room(where)) < needed:
                     said = {"needed": needed / 1e9, "where": where, "free": free / 1e9}
                     problem = Message("train.checkpoint-needs-room", **said)
             except OSError as error:
                 problem = Message("train.checkpoint-disk-unseen", where=where, why=say_why(error))
-        if totals(self.place, float(problem is not None))[0]:
-            events.write("checkpoint_failed", step=step, text=problem)
+        told = words(self.place, "" if problem is None else json.dumps(as_json(self._name_host(problem))))
+        if any(told):
+            events.write("checkpoint_failed", step=step, text=from_json(json.loads(next(filter(None, told)))))
             return
-        folder = checkpoints.folder_of(self.run, step)
+        folder, nodes = checkpoints.folder_of(self.run, step), self.nodes
+        if nodes.are_apart:
+            folder = checkpoints.part_folder_of(self.run, step, nodes.here + 1, len(nodes.hosts))
         self.prepare()
         if self._preparing is None or self._preparing.exception() is not None:
             saved = self._write(folder, step, state, None)
@@ -157,6 +187,11 @@ class Saver:
         held = self._preparing.result().take(self.sets)
         self._writing = self._thread.submit(self._write, folder, step, state, held)
         self._blocked = time.monotonic() - began
+
+    def _name_host(self, problem: Message) -> Message:
+        if not self.nodes.are_apart:
+            return problem
+        return Message("train.other-node-failed", host=self.nodes.hosts[self.nodes.here], why=problem)
 
     def prepare(self) -> None:
         """Begin to take the memory that saving in the background needs. The optimizer's states must exist."""
@@ -187,8 +222,14 @@ class Saver:
         training's when `held` is there."""
         began, written = time.monotonic(), 0
         try:
-            place = self.place
-            writer = Writer(folder, rank=place.rank, world=place.world, barrier=self._barrier, hashes=True)
+            place, nodes = self.place, self.nodes
+            barrier, tell = partial(meet, place, self._side), partial(words, place, group=self._side)
+            writer = (
+                PartWriter(folder, nodes=nodes, barrier=barrier, tell=tell)
+                if nodes.are_apart
+                else Writer(folder, rank=place.rank, world=place.world, barrier=barrier, hashes=True)
+            )
+            id_ = min(tell(secrets.token_hex(8))) if nodes.are_apart else ""
             for each in self.sets:
                 pieces = each.pieces() if held is None else held[each.style.stem]
                 written += writer.write(each.names, pieces, each.style)
@@ -208,11 +249,15 @@ class Saver:
                         files[name] = StoredFile(size, of_one or (Span(0, size, digest(path.read_bytes())),))
                         if not covered(files[name]):
                             raise SaveError(Message("train.bytes-unaccounted", name=name))
-                now = datetime.now().astimezone().isoformat(timespec="seconds")
-                disk.write_text(staging / MANIFEST, Manifest(step=step, written=now, files=files).text())
+                now, part = datetime.now().astimezone().isoformat(timespec="seconds"), None
+                if isinstance(writer, PartWriter):
+                    ranges = {name: tuple(held) for name, held in writer.ranges.items()}
+                    number, hosts = nodes.here + 1, nodes.hosts
+                    part = Part(id=id_, number=number, hosts=hosts, sizes=writer.sizes, ranges=ranges)
+                disk.write_text(staging / MANIFEST, Manifest(step=step, written=now, files=files, part=part).text())
 
             writer.commit(write_beside, seal)
-            if place.leads:
+            if nodes.leads:
                 for old in checkpoints.outdated(self.run, self.keeping, step):
                     with suppress(OSError, NotOurs):  # the new one stands; what holds a user's file stays too
                         checkpoints.remove(old)
@@ -229,26 +274,37 @@ class Saver:
         events.write(event, **fields)
 
 
-def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Place) -> TensorSet:
+def turn_of(nodes: Nodes, number: int, held: Shard | State, *, alike: bool) -> Turn:
+    """Whether this rank writes the range of that number. `alike`: every rank holds it."""
+    every = range(len(nodes.of_rank))
+    if alike:
+        return nodes.turn(number, every)
+    if not nodes.are_apart or not held.holders:
+        return None if held.is_copy else "first"
+    return nodes.turn(number, held.holders)
+
+
+def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, nodes: Nodes) -> TensorSet:
     """What `from_pretrained` reads, or PEFT where adapters train; every rank writes its own part."""
     model = made.engine.model
 
-    def own() -> Iterator[Shard]:
-        """This rank's part of what is sharded, and its turn of what every rank holds whole."""
-        for number, shard in enumerate(shards(model, place.rank)):
-            if not shard.is_copy if shard.cut else number % place.world == place.rank:
-                yield shard
+    def own() -> Iterator[tuple[Shard, bool]]:
+        """This rank's part of what is sharded, and its turn of what every rank holds whole; and whether another node
+        writes the same."""
+        for number, shard in enumerate(shards(model, nodes.rank)):
+            if turn := turn_of(nodes, number, shard, alike=not shard.cut):
+                yield shard, turn == "again"
 
     if config.levers.lora is not None:
         base = config.model.weights or config.model.name
         metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
         beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)
-        adapters = [shard for shard in outline(model, place.rank) if ".lora_" in shard.path]
+        adapters = [shard for shard in outline(model, nodes.rank) if ".lora_" in shard.path]
         return TensorSet(
             names={adapter_name(shard.path): (shard.shape, torch.float32) for shard in adapters},
             pieces=lambda: (
-                TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor)
-                for shard in own()
+                TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor, again)
+                for shard, again in own()
                 if ".lora_" in shard.path
             ),
             style=replace(ADAPTER, beside=beside, metadata=metadata),
@@ -260,13 +316,14 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
         kinds[name] = dtype if param.dtype.is_floating_point else param.dtype
 
     def pieces() -> Iterator[TensorPiece]:
-        kept = set(made.twin.state_dict()) if place.leads else set()  # buffers are the same on every rank
+        kept = set(made.twin.state_dict())
+        turn = nodes.turn(0, range(len(nodes.of_rank)))  # buffers are the same on every rank
         buffers = (
-            TensorPiece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
+            TensorPiece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1), turn == "again")
             for name, buffer in model.named_buffers()
-            if name in kept
+            if turn and name in kept
         )
-        mine = (TensorPiece(shard.name, shard.shape, shard.start, shard.tensor) for shard in own())
+        mine = (TensorPiece(shard.name, shard.shape, shard.start, shard.tensor, again) for shard, again in own())
         return rename_pieces(chain(buffers, mine), parts)
 
     beside = model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer)
@@ -278,12 +335,12 @@ def state_name(path: str) -> str:
     return adapter_name(path) if ".lora_" in path else plain_name(path)
 
 
-def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | None:
+def state_set(engine: Engine, nodes: Nodes, *, masters: bool) -> TensorSet | None:
     """fp32 copies and moments of everything that trains, as `exp_avg/NAME`; None: there are none."""
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
-        trained = (shard for shard in outline(engine.model, place.rank) if shard.parameter.requires_grad)
+        trained = (shard for shard in outline(engine.model, nodes.rank) if shard.parameter.requires_grad)
         shapes = {MASTER: {shard.path: shard.shape for shard in trained}, **shapes}
     names: Names = {
         f"{kind}/{state_name(path)}": (shape, torch.float32)
@@ -295,12 +352,14 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
 
     def pieces() -> Iterator[TensorPiece]:
         if masters and not apart:
-            for shard in shards(engine.model, place.rank):
-                if shard.parameter.requires_grad and not shard.is_copy:
-                    yield TensorPiece(f"{MASTER}/{state_name(shard.path)}", shard.shape, shard.start, shard.tensor)
+            for number, shard in enumerate(shards(engine.model, nodes.rank)):
+                if shard.parameter.requires_grad and (turn := turn_of(nodes, number, shard, alike=not shard.cut)):
+                    name = f"{MASTER}/{state_name(shard.path)}"
+                    yield TensorPiece(name, shard.shape, shard.start, shard.tensor, turn == "again")
         for number, state in enumerate(engine.states(write=False)):
-            mine = number % place.world == place.rank if state.alike else not state.is_copy
-            if mine and (masters or state.kind != MASTER):
-                yield TensorPiece(f"{state.kind}/{state_name(state.path)}", state.shape, state.start, state.tensor)
+            turn = turn_of(nodes, number, state, alike=state.alike)
+            if turn and (masters or state.kind != MASTER):
+                name = f"{state.kind}/{state_name(state.path)}"
+                yield TensorPiece(name, state.shape, state.start, state.tensor, turn == "again")
 
     return TensorSet(names=names, pieces=pieces, style=FileStyle(stem=f"{OPTIMIZER}/states"))

@@ -252,30 +252,27 @@ def read_memory(device: torch.device) -> Reading:
     )
 
 
-def meet(place: Place) -> None:
+def meet(place: Place, group: Any = None) -> None:
     """Wait for every rank."""
     if not place.is_alone:
-        dist.all_reduce(torch.zeros(1))  # over gloo: a barrier of NCCL would claim memory on the GPU
+        dist.all_reduce(torch.zeros(1), group=group)  # over gloo: a barrier of NCCL would claim memory on the GPU
 
 
-def side_meeting(place: Place) -> Callable[[], Any]:
-    """A way to wait for every rank from another thread: a group of its own, so that nothing of the training's is met.
-    All ranks ask for it at the same moment."""
-    if place.is_alone:
-        return lambda: None
-    group = dist.new_group(backend="gloo", timeout=WRITING)
-    return lambda: dist.all_reduce(torch.zeros(1), group=group)
+def make_side_group(place: Place) -> Any:
+    """A group by which another thread meets all ranks, so that nothing of the training's is met. All ranks ask for it
+    at the same moment; None: there is nobody to meet."""
+    return None if place.is_alone else dist.new_group(backend="gloo", timeout=WRITING)
 
 
-def words(place: Place, text: str) -> list[str]:
+def words(place: Place, text: str, group: Any = None) -> list[str]:
     """What each rank has to say, in the order of ranks."""
     if place.is_alone:
         return [text]
     said = text.encode()
-    longest = max(1, *everyone(place, len(said)))
+    longest = max(1, *everyone(place, len(said), group))
     held = torch.zeros(place.world, longest, dtype=torch.uint8)
     held[place.rank, : len(said)] = torch.tensor(list(said), dtype=torch.uint8)
-    dist.all_reduce(held)
+    dist.all_reduce(held, group=group)
     return [bytes(row.tolist()).rstrip(b"\0").decode() for row in held]
 
 
@@ -294,19 +291,20 @@ def gather_messages(place: Place, said: Sequence[Message]) -> list[tuple[list[in
     ]
 
 
-def totals(place: Place, *values: float) -> list[float]:
+def totals(place: Place, *values: float, group: Any = None) -> list[float]:
     """The sums over all ranks, on the host, in one go."""
     held = torch.tensor(values, dtype=torch.float64)
     if not place.is_alone:
-        dist.all_reduce(held)
+        dist.all_reduce(held, group=group)
     return [float(each) for each in held.tolist()]
 
 
-def everyone(place: Place, value: int) -> list[int]:
+def everyone(place: Place, value: int, group: Any = None) -> list[int]:
     """The number that each rank has, in the order of ranks."""
     if place.is_alone:
         return [value]
-    return [int(each) for each in totals(place, *(value * (rank == place.rank) for rank in range(place.world)))]
+    own = (value * (rank == place.rank) for rank in range(place.world))
+    return [int(each) for each in totals(place, *own, group=group)]
 
 
 def part(place: Place) -> None:

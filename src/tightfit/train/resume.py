@@ -1,8 +1,8 @@
 """Going on from a checkpoint: which one, whether it is whole, and its values into this run's engine.
 
-Rank 0 says which one is looked at; all ranks hash a share of its bytes; the newest that holds is taken, and every one
-that does not is named. Then each rank reads the ranges that it needs: nobody holds a whole model, and the engine, its
-stage and the number of ranks may be others than those that saved it.
+The first rank of each node says what lies on its disk; all ranks hash a share of its bytes; the newest that holds is
+taken, and every one that does not is named. Then each rank reads the ranges that it needs: nobody holds a whole model,
+and the engine, its stage and the number of ranks may be others than those that saved it.
 
 `state.json` says beside the tensors where a run stands, and so whether another job may go on from there. Of random
 numbers nothing has to be kept: each step draws them from the seed, its own number and the rank. Nor of the data: the
@@ -11,21 +11,20 @@ step's number says which samples come next, whatever the number of ranks.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.inputs.records import parse_json
-from tightfit.messages import Message, Said, as_json, from_json, message_of
+from tightfit.messages import Message, Said
 from tightfit.owned import NotOurs
 from tightfit.runs import checkpoints
-from tightfit.runs.checkpoints import OPTIMIZER, SCHEMA, Torn, Unknown
+from tightfit.runs.checkpoints import OPTIMIZER, SCHEMA, Span, Torn
 from tightfit.runs.folder import AUTO, NONE, set_aside
 from tightfit.train.assemble import Reader, TensorSource, read_into
 from tightfit.train.checkpoint import state_name
@@ -34,7 +33,9 @@ from tightfit.train.data.samples import Samples
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, NamedTensors
 from tightfit.train.engines import MASTER, Counters, Engine, LossScale
 from tightfit.train.events import Events
-from tightfit.train.place import Place, meet, words
+from tightfit.train.nodes import Nodes
+from tightfit.train.parts import PartFiles, find_offers, judge
+from tightfit.train.place import Place, meet
 from tightfit.train.safetensors_files import Files, Stored, read_header
 from tightfit.train.shards import outline
 from tightfit.types import ConfigError
@@ -52,29 +53,40 @@ class FoundCheckpoint:
     folder: Path
     step: int
     state: Mapping[str, Any]
+    files: PartFiles | None = None  # None: it lies in that folder whole, where every rank sees it
     deepspeed: DeepSpeedCheckpoint | None = None  # it is one of another program, under its own names
     weights_alone: bool = False  # the training begins with its weights, and the optimizer anew
 
 
-def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpoint | None:
+def choose(run: Path, wanted: str, place: Place, nodes: Nodes, events: Events) -> FoundCheckpoint | None:
     """The checkpoint to go on from; None: there is none, or none is wanted. The same on every rank."""
-    clear(run, place)
+    clear(run, place, nodes)
     if wanted == NONE:
         return None
-    # As rank 0 sees them: on a shared disk others may see them a moment later.
+    # As the first rank of a node sees them: on a shared disk others may see them a moment later.
     named = run if wanted == AUTO else Path(wanted)
+    step = None if wanted == AUTO else checkpoints.step_of(named)
     found = checkpoints.newest_first(named)
-    if wanted != AUTO and checkpoints.step_of(named) is not None:
+    if step is not None and checkpoints.is_part(named):
+        # With those beside it, and on other nodes, whose folders may be called otherwise.
+        runs = sorted({named.parent.parent, run} if nodes.are_apart else {named.parent.parent})
+        every = [each for one in runs for each in checkpoints.newest_first(one)]
+        found = [each for each in every if checkpoints.is_part(each) and checkpoints.step_of(each) == step]
+    elif step is not None:
         found = [named] if named.is_dir() else []
-    said = words(place, "\n".join(map(str, found)) if place.leads else "")[0]
     problems = []
-    for folder in map(Path, said.splitlines()):
-        found_wrong = _problem(folder, place, events)
-        if found_wrong is None:
-            state = checkpoints.read_state(folder)
-            return FoundCheckpoint(folder=folder, step=int(state["step"]), state=state)
-        unknown, problem = found_wrong
-        if unknown:  # to go back behind it would lose what it holds, for the run comes to its step again
+    for offer in find_offers(place, nodes, found):
+        folder = offer.folder
+        judged = judge(offer, place, nodes, partial(_verify, events))
+        if judged.problem is None:
+            files = None
+            if nodes.are_apart or judged.manifests[0].part is not None:
+                own = [lying.folder for lying in judged.lying if lying.node == nodes.here]
+                folder = own[0] if own else checkpoints.folder_of(run, offer.step)
+                files = PartFiles(folder, judged, place, nodes)
+            return FoundCheckpoint(folder=folder, step=offer.step, state=judged.state, files=files)
+        problem = judged.problem
+        if judged.is_unknown:  # to go back behind it would lose what it holds, for the run comes to its step again
             raise ConfigError(Message("train.checkpoint-unseen", folder=folder, why=problem))
         problems.append((folder, problem))
         events.write("passed_over", folder=str(folder), text=problem)
@@ -88,49 +100,36 @@ def choose(run: Path, wanted: str, place: Place, events: Events) -> FoundCheckpo
     return None
 
 
-def make_way(run: Path, found: FoundCheckpoint | None, wanted: str, place: Place) -> None:
+def make_way(run: Path, found: FoundCheckpoint | None, wanted: str, nodes: Nodes) -> None:
     """Going back behind newer ones, or beginning anew: a later start would take those, which are of another course,
     and rotation would keep them instead of this run's. The desk has done the same where there is one."""
-    if wanted == AUTO or not place.leads:
+    if wanted == AUTO or not nodes.leads:
         return
     own = found is not None and found.folder.resolve().parent == (run / checkpoints.CHECKPOINTS).resolve()
     behind = found.step if found is not None and own else 0
     set_aside(run, [each for each in checkpoints.newest_first(run) if (checkpoints.step_of(each) or 0) > behind])
 
 
-def clear(run: Path, place: Place) -> None:
+def clear(run: Path, place: Place, nodes: Nodes) -> None:
     """What killed runs left half-written. Whoever is here holds the run's lock."""
-    if place.leads and not place.rehearsal:
+    if nodes.leads and not place.rehearsal:
         for orphan in checkpoints.orphans(run):
             with suppress(OSError, NotOurs):  # a disk that may only be read, or somebody's file: the next save says so
                 checkpoints.remove_orphan(orphan)
     meet(place)
 
 
-def _problem(folder: Path, place: Place, events: Events) -> tuple[bool, Said] | None:
-    """Whether nobody can tell (it is a newer version's, or the disk does not answer), and why the folder is no whole
-    checkpoint, or may not be; each rank looks at its share of the bytes."""
-    told = ""
-    try:
-        manifest = checkpoints.checked(folder)
-        checkpoints.read_state(folder)
-        share = checkpoints.spans_of(manifest)[place.rank :: place.world]
-        size, done = sum(span.stop - span.start for _, span in share), 0
-        progress = events.progress(Message("train.verifying"))
+def _verify(events: Events, folder: Path, share: Sequence[tuple[str, Span]]) -> None:
+    """Hash these bytes again, and say how far that has come."""
+    size, done = sum(span.stop - span.start for _, span in share), 0
+    progress = events.progress(Message("train.verifying"))
 
-        def add(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, size)
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, size)
 
-        checkpoints.verify(folder, share, add)
-    except Torn as error:
-        told = json.dumps([isinstance(error, Unknown), as_json(message_of(error))])
-    first = next((text for text in words(place, told) if text), None)
-    if first is None:
-        return None
-    unknown, why = parse_json(first)
-    return bool(unknown), from_json(why)
+    checkpoints.verify(folder, share, add)
 
 
 def describe_state(
@@ -221,11 +220,12 @@ def schedule_differences(then: Mapping[str, Any], config: WorkerConfig) -> list[
 class CheckpointFiles:
     """Files of a checkpoint, read in ranges: adapters under PEFT's names, and the optimizer's as `exp_avg/NAME`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._files = folder, Files()
+    def __init__(self, folder: Path, files: Files | None = None) -> None:
+        self._folder, self._files = folder, files or Files()
         self._stored: dict[str, Stored] = {}
-        for path in (*folder.glob("adapter_model.safetensors"), *sorted((folder / OPTIMIZER).glob("*.safetensors"))):
-            self._stored |= read_header(path)[0]
+        adapters, states = (folder, "adapter_model.safetensors"), (folder / OPTIMIZER, "*.safetensors")
+        for path in (*self._files.find(*adapters), *self._files.find(*states)):
+            self._stored |= read_header(path, self._files)[0]
 
     def holds(self, kind: str, name: str) -> bool:
         return f"{kind}/{name}" in self._stored

@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 
 from tightfit.inputs.records import parse_json
-from tightfit.inputs.spelling import read_text
 from tightfit.messages import Message, say_why
-from tightfit.types import ConfigError, ModelError
+from tightfit.types import ModelError
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -69,15 +68,15 @@ def overlaps(sizes: Iterable[int], start: int, stop: int) -> Iterator[tuple[int,
         begin += size
 
 
-def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def read_header(path: Path, files: Files | None = None) -> tuple[dict[str, Stored], dict[str, str]]:
     """The tensors of one file, and its metadata; whatever is wrong with the file is said here."""
+    files = files or Files()
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = struct.unpack("<Q", file.read(LENGTH_BYTES).ljust(LENGTH_BYTES, b"\xff"))[0]
-            if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
-                raise ModelError(Message("train.not-safetensors", path=path))
-            header = json.loads(file.read(length))
+        size = files.size(path)
+        length = struct.unpack("<Q", files.read_bytes(path, 0, min(LENGTH_BYTES, size)).ljust(LENGTH_BYTES, b"\xff"))[0]
+        if size < LENGTH_BYTES or length > min(LARGEST_HEADER, size - LENGTH_BYTES):
+            raise ModelError(Message("train.not-safetensors", path=path))
+        header = json.loads(files.read_bytes(path, LENGTH_BYTES, LENGTH_BYTES + length))
     except OSError as error:
         raise ModelError(Message("train.cannot-read", path=path, why=say_why(error))) from error
     except ValueError as error:
@@ -104,31 +103,32 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     return stored, {str(key): str(value) for key, value in dict(metadata).items()}
 
 
-def tensors_of(folder: Path) -> dict[str, Stored]:
+def tensors_of(folder: Path, files: Files | None = None) -> dict[str, Stored]:
     """Every tensor of a folder's model, from its index or its single file."""
+    opened = files or Files()
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
-    is_adapter = (folder / "adapter_config.json").exists()
-    if index.is_file():
+    is_adapter = opened.has(folder / "adapter_config.json")
+    if opened.has(index):
         try:
-            names = set(parse_json(read_text(index, "JSON"))["weight_map"].values())
-        except (ConfigError, ValueError, KeyError, TypeError, AttributeError):
+            names = set(parse_json(opened.read_bytes(index, 0, opened.size(index)))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ModelError(Message("train.no-index", index=index)) from None
-        files = sorted(folder / str(name) for name in names)
-        for file in files:
-            if file.parent != folder or not file.is_file():
+        paths = sorted(folder / str(name) for name in names)
+        for file in paths:
+            if file.parent != folder or not opened.has(file):
                 raise ModelError(Message("train.index-names", index=index, name=file.name))
-    elif single.is_file():
-        files = [single]
+    elif opened.has(single):
+        paths = [single]
     else:
-        files = sorted(folder.glob("*.safetensors")) if not is_adapter else []
-    if not files:
+        paths = opened.find(folder, "*.safetensors") if not is_adapter else []
+    if not paths:
         if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth")):
             raise ModelError(Message("train.weights-pickled", folder=folder))
         raise ModelError(Message("train.adapter-no-model" if is_adapter else "train.no-safetensors", folder=folder))
     found: dict[str, Stored] = {}
-    for file in files:
-        found |= read_header(file)[0]
+    for file in paths:
+        found |= read_header(file, opened)[0]
     return found
 
 
@@ -146,20 +146,36 @@ class Files:
         result = torch.empty(stop - start, dtype=dtype)
         if start == stop:
             return result
-        view = result.view(torch.uint8).numpy().data
-        position = stored.begin + start * dtype.itemsize
+        self.read_into(stored.file, result.view(torch.uint8).numpy().data, stored.begin + start * dtype.itemsize)
+        return result
+
+    def find(self, folder: Path, pattern: str) -> list[Path]:
+        return sorted(folder.glob(pattern))
+
+    def has(self, path: Path) -> bool:
+        return path.is_file()
+
+    def size(self, path: Path) -> int:
+        return path.stat().st_size
+
+    def read_bytes(self, path: Path, start: int, stop: int) -> bytes:
+        data = bytearray(stop - start)
+        self.read_into(path, memoryview(data), start)
+        return bytes(data)
+
+    def read_into(self, path: Path, view: memoryview, position: int) -> None:
+        """The bytes of a file from `position` on, until the view is full."""
         while view:
-            if stored.file not in self._open:
+            if path not in self._open:
                 try:
-                    self._open[stored.file] = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
+                    self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
-                    raise ModelError(Message("train.cannot-read", path=stored.file, why=say_why(error))) from error
-            count = os.preadv(self._open[stored.file], [view[:READ_BYTES]], position)
+                    raise ModelError(Message("train.cannot-read", path=path, why=say_why(error))) from error
+            count = os.preadv(self._open[path], [view[:READ_BYTES]], position)
             if count == 0:
-                raise ModelError(Message("train.file-shrank", file=stored.file))
+                raise ModelError(Message("train.file-shrank", file=path))
             view = view[count:]
             position += count
-        return result
 
     def close(self) -> None:
         while self._open:

@@ -8,6 +8,11 @@ staging folder to its real name. A reader sees the old folder or the new one, ne
 Alternatives were to gather on one rank (the largest model no longer fits) or to let each rank write a file of
 its own (nobody else can read them). The price of this way is one folder that all ranks can write to.
 
+Where nodes have disks of their own there is none. A `PartWriter` then puts the same bytes, range after range, into a
+file for each rank, and notes where they belong: each node has a folder with what its ranks wrote. The ranks of a node
+tell each other of failures as above; all of them agree over the process group, before any node puts its part in
+place, and once more when it stands.
+
 A failure on one rank must not leave the others waiting: it is noted in the staging folder, all barriers are
 still passed, and every rank raises. Which ranges each rank wrote is told through small files too, and a byte
 that nobody wrote is an error that names its tensor.
@@ -27,21 +32,32 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tightfit.inputs.records import read_json
-from tightfit.messages import Message, say_why
+from tightfit.inputs.records import parse_json, read_json
+from tightfit.messages import Message, as_json, from_json, message_of, say_why
 from tightfit.owned import Listed, NotOurs, check_ours
 from tightfit.runs import disk
-from tightfit.runs.checkpoints import STAGED, check_removable, digest, remove_orphan, replaced_of, staging_of
+from tightfit.runs.checkpoints import (
+    RANGES,
+    STAGED,
+    Extent,
+    check_removable,
+    digest,
+    remove,
+    remove_orphan,
+    replaced_of,
+    staging_of,
+)
 from tightfit.runs.checkpoints import Span as Hashed
 from tightfit.runs.folder import is_run
+from tightfit.train.nodes import Nodes
 from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
@@ -66,6 +82,7 @@ class TensorPiece:
     shape: tuple[int, ...]
     start: int
     tensor: torch.Tensor
+    again: bool = False  # another node writes it on its own disk too, and counts it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,17 +201,13 @@ class Writer:
         self._barrier()
         late = [rank for rank in range(self._world) if not self._note(rank, "done").exists()]
         self._barrier()
-        if self._rank == 0 and self._problem is None and not late:
+        if self._agree() and self._rank == 0 and not late:
             self._attempt(lambda: self._put_in_place(seal))
         self.abandon()
         self._barrier()
+        self._agree()
         if self._problem is not None:
-            problem = self._problem
-            if not isinstance(problem, OSError):
-                raise problem
-            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(Message("train.no-room", folder=self.folder)) from problem
-            raise UserError(Message("train.cannot-write", folder=self.folder, why=say_why(problem))) from problem
+            raise self._explain(self._problem) from self._problem
         if late:
             ranks = ", ".join(map(str, late))
             raise SaveError(Message("train.ranks-did-not-write", count=len(late), ranks=ranks, folder=self.folder))
@@ -210,6 +223,18 @@ class Writer:
                     disk.remove_folder(self.staging, STAGED)
 
     # --- steps ---------------------------------------------------------------------------------
+
+    def _agree(self) -> bool:
+        """Whether there was no problem so far that this rank knows of."""
+        return self._problem is None
+
+    def _explain(self, problem: Exception) -> Exception:
+        """The same, as a user reads it."""
+        if not isinstance(problem, OSError):
+            return problem
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            return UserError(Message("train.no-room", folder=self.folder))
+        return UserError(Message("train.cannot-write", folder=self.folder, why=say_why(problem)))
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """A failure waits until all ranks can hear of it; after one, nothing more is tried."""
@@ -256,6 +281,9 @@ class Writer:
                 os.close(descriptor)
             if self._hashes:
                 self._hashed[name].append(Hashed(0, len(header), digest(header)))
+        self._write_index(layout)
+
+    def _write_index(self, layout: _Layout) -> None:
         if layout.index is not None:
             stem = next(iter(layout.headers)).split("-00001-of-")[0]
             disk.write_text(self.staging / f"{stem}.safetensors.index.json", layout.index)
@@ -267,25 +295,15 @@ class Writer:
         opened: dict[str, int] = {}
         with ExitStack() as closing:
             for piece in pieces:
-                place = layout.places.get(piece.name)
-                stop = piece.start + piece.tensor.numel()
-                if place is None or stop > place.numel or math.prod(piece.shape) != place.numel:
-                    raise SaveError(f"{piece.name!r} [{piece.start}, {stop}) is not among what is being saved")
-                if piece.tensor.numel() == 0:
-                    continue
-                if place.file not in opened:
-                    opened[place.file] = disk.open_to_write(self.staging / place.file)
-                    closing.callback(os.close, opened[place.file])
-                flat = piece.tensor.detach().reshape(-1)
-                step = max(1, HOST_BYTES // max(flat.dtype.itemsize, place.dtype.itemsize))
-                for low in range(0, flat.numel(), step):
-                    part = flat[low : low + step].to(device="cpu", dtype=place.dtype).contiguous()
-                    data = part.view(torch.uint8).numpy().data
-                    offset = place.offset + (piece.start + low) * place.dtype.itemsize
-                    disk.put(opened[place.file], data, offset)
+                for file, offset, data in _bytes_of(piece, layout):
+                    if file not in opened:
+                        opened[file] = disk.open_to_write(self.staging / file)
+                        closing.callback(os.close, opened[file])
+                    disk.put(opened[file], data, offset)
                     if self._hashes:
-                        hashed[place.file].append((offset, offset + data.nbytes, digest(data)))
-                spans[piece.name].append((piece.start, stop))
+                        hashed[file].append((offset, offset + data.nbytes, digest(data)))
+                if piece.tensor.numel():
+                    spans[piece.name].append((piece.start, piece.start + piece.tensor.numel()))
             for descriptor in opened.values():
                 disk.sync(descriptor)
         told = {"elements": {name: _merge(of_one) for name, of_one in spans.items()}, "hashed": hashed}
@@ -335,6 +353,103 @@ class Writer:
     def _note(self, rank: int, what: str) -> Path:
         number = f"-{self._sets}" if what == "spans" else ""
         return self.staging / f".rank-{rank}-{what}{number}.json"
+
+
+def _bytes_of(piece: TensorPiece, layout: _Layout) -> Iterator[tuple[str, int, memoryview]]:
+    """A piece as it will be in a file: which, from which byte on, and the bytes; so many of them at a time."""
+    place = layout.places.get(piece.name)
+    stop = piece.start + piece.tensor.numel()
+    if place is None or stop > place.numel or math.prod(piece.shape) != place.numel:
+        raise SaveError(f"{piece.name!r} [{piece.start}, {stop}) is not among what is being saved")
+    flat = piece.tensor.detach().reshape(-1)
+    step = max(1, HOST_BYTES // max(flat.dtype.itemsize, place.dtype.itemsize))
+    for low in range(0, flat.numel(), step):
+        part = flat[low : low + step].to(device="cpu", dtype=place.dtype).contiguous()
+        yield place.file, place.offset + (piece.start + low) * place.dtype.itemsize, part.view(torch.uint8).numpy().data
+
+
+class PartWriter(Writer):
+    """One rank's hand in writing its node's part of a folder."""
+
+    def __init__(
+        self, folder: Path, *, nodes: Nodes, barrier: Callable[[], None], tell: Callable[[str], list[str]]
+    ) -> None:
+        """`tell`: what each rank has to say, to all of them."""
+        here = nodes.ranks_here
+        super().__init__(folder, rank=here.index(nodes.rank), world=len(here), barrier=barrier, hashes=True)
+        self.sizes: dict[str, int] = {}  # of the whole files
+        self.ranges: dict[str, list[Extent]] = defaultdict(list)  # what lies in the files of all ranks of this node
+        self._own = f"{RANGES}/rank-{nodes.rank}.bin"
+        self._nodes, self._tell = nodes, tell
+        self._written = 0  # bytes in this rank's file
+        self._counted, self._wanted = 0, 0  # bytes of tensors that this rank answers for, and of all
+
+    def _make_files(self, layout: _Layout) -> None:
+        disk.make_folder(self.staging / RANGES)
+        self._write_index(layout)
+
+    def _write_pieces(self, layout: _Layout, pieces: Iterable[TensorPiece]) -> None:
+        """Write them, and note where they belong."""
+        ranges: list[Extent] = []
+        hashed: list[Hashed] = []
+        path = self.staging / self._own
+        descriptor = disk.open_to_write(path) if self._written else disk.create(path, 0)
+
+        def write(file: str, start: int, data: memoryview) -> None:
+            disk.put(descriptor, data, self._written)
+            hashed.append(Hashed(self._written, self._written + data.nbytes, digest(data)))
+            self._written += data.nbytes
+            stop = start + data.nbytes
+            if ranges and (ranges[-1].file, ranges[-1].stop) == (file, start):
+                ranges[-1] = replace(ranges[-1], stop=stop)
+            else:
+                ranges.append(Extent(file, start, stop))
+
+        try:
+            for file, header in layout.headers.items():
+                if self._rank == 0:
+                    write(file, 0, memoryview(header))
+            for piece in pieces:
+                for file, start, data in _bytes_of(piece, layout):
+                    write(file, start, data)
+                    self._counted += 0 if piece.again else data.nbytes
+            disk.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        told = {"file": self._own, "ranges": list(map(astuple, ranges)), "hashed": list(map(astuple, hashed))}
+        disk.write_text(self._note(self._rank, "spans"), json.dumps(told))
+
+    def _check(self, layout: _Layout) -> None:
+        """What the ranks of this node wrote; whether it is enough with that of the others is seen when all agree."""
+        self.sizes.update(layout.sizes)
+        self._wanted += sum(place.numel * place.dtype.itemsize for place in layout.places.values())
+        for rank in range(self._world):
+            note = self._note(rank, "spans")
+            if not note.exists():
+                return  # that rank has failed and will say why
+            told = read_json(note, most_bytes=2**28)
+            self.ranges[told["file"]] += [Extent(*each) for each in told["ranges"]]
+            self._hashed[told["file"]] += [Hashed(*each) for each in told["hashed"]]
+
+    def _agree(self) -> bool:
+        problem = None if self._problem is None else message_of(self._explain(self._problem)) or repr(self._problem)
+        told = [parse_json(line) for line in self._tell(json.dumps([self._counted, problem and as_json(problem)]))]
+        for rank, (_, said) in enumerate(told):
+            if said is not None and self._problem is None:
+                host = self._nodes.hosts[self._nodes.of_rank[rank]]
+                self._problem = SaveError(Message("train.other-node-failed", host=host, why=from_json(said)))
+        if self._problem is None and (counted := sum(count for count, _ in told)) != self._wanted:
+            self._problem = SaveError(Message("train.bytes-missing", held=counted, wanted=self._wanted))
+        if self._problem is not None and self._stands and self._rank == 0:
+            with suppress(OSError, NotOurs):  # without the others' it is of no use
+                remove(self.folder)
+        return self._problem is None
+
+    def _put_in_place(self, seal: Seal | None) -> None:
+        super()._put_in_place(seal)
+        self._stands = True
+
+    _stands = False  # whether this node's part is in its place
 
 
 # --- beside the weights --------------------------------------------------------------------------

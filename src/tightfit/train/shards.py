@@ -31,6 +31,7 @@ class Shard:
     stop: int  # this rank has elements [start, stop) of the whole
     parameter: nn.Parameter
     is_copy: bool = False  # a rank of another group has the same elements, and writes them
+    holders: tuple[int, ...] = ()  # the ranks that have the same elements, where these are not all or this one alone
 
     @property
     def name(self) -> str:
@@ -113,4 +114,14 @@ def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
     start = offset[0] * prod(shape[1:]) if prod(local) else prod(shape)
     places = zip(held.device_mesh.get_coordinate(), held.placements, strict=True)
     is_copy = any(place for place, kind in places if kind.is_replicate())
-    return Shard(name, shape, start, start + prod(local), param, is_copy)
+    return Shard(name, shape, start, start + prod(local), param, is_copy, _find_holders(held))
+
+
+def _find_holders(param: Any) -> tuple[int, ...]:
+    """The ranks that have this one's elements of a parameter: all along the directions in which it is replicated."""
+    mesh = param.device_mesh
+    at = tuple(
+        slice(None) if kind.is_replicate() else place
+        for place, kind in zip(mesh.get_coordinate(), param.placements, strict=True)
+    )
+    return tuple(sorted(int(rank) for rank in mesh.mesh[at].reshape(-1).tolist()))

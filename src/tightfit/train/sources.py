@@ -68,11 +68,13 @@ class Safetensors:
     Without `parts` the names are those of the files.
     """
 
-    def __init__(self, folder: Path, parts: Mapping[str, tuple[str, ...]] | None = None) -> None:
+    def __init__(
+        self, folder: Path, parts: Mapping[str, tuple[str, ...]] | None = None, files: Files | None = None
+    ) -> None:
         self.folder = folder
-        self.stored: Mapping[str, Stored] = tensors_of(folder)
+        self._files = files or Files()
+        self.stored: Mapping[str, Stored] = tensors_of(folder, self._files)
         self._parts = {name: (name,) for name in self.stored} if parts is None else dict(parts)
-        self._files = Files()
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         parts = self._find_parts(name)
@@ -99,10 +101,16 @@ class Safetensors:
 
 
 def open_weights(
-    folder: Path, model: torch.nn.Module, cache: Path | None = None, *, progress: Progress = silent
+    folder: Path,
+    model: torch.nn.Module,
+    cache: Path | None = None,
+    *,
+    progress: Progress = silent,
+    files: Files | None = None,
 ) -> Safetensors:
-    """The weights of `folder` under the names of `model`; what only transformers can convert goes through `cache`."""
-    stored = tensors_of(folder)
+    """The weights of `folder` under the names of `model`; what only transformers can convert goes through `cache`.
+    `files`: where they are not plain files."""
+    stored = tensors_of(folder, files)
     for name, one in stored.items():
         if one.dtype not in DTYPES:
             raise ModelError(Message("train.weights-quantised", folder=folder, name=name, dtype=one.dtype))
@@ -121,7 +129,7 @@ def open_weights(
     for name, tensor in model.state_dict(keep_vars=True).items():
         if problem := wrong_shape(name, tuple(tensor.shape), named.parts[name], stored):
             raise ModelError(Message("train.weights-of-another-model", problem=problem, folder=folder))
-    return Safetensors(folder, named.parts)
+    return Safetensors(folder, named.parts, files)
 
 
 def convert(folder: Path, model_class: type[torch.nn.Module], cache: Path, progress: Progress) -> Path:
@@ -326,7 +334,7 @@ def rename_pieces(pieces: Iterable[TensorPiece], parts: Parts) -> Iterator[Tenso
         sizes = (prod(shape) for _, shape in of_one)
         for number, low, high in overlaps(sizes, piece.start, piece.start + flat.numel()):
             key, shape = of_one[number]
-            yield TensorPiece(key, shape, low, flat[done : done + high - low])
+            yield TensorPiece(key, shape, low, flat[done : done + high - low], piece.again)
             done += high - low
 
 

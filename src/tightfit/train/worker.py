@@ -33,10 +33,11 @@ from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of, watchers
 from tightfit.train.loop import Ending, Loop, Windows
+from tightfit.train.nodes import Nodes, find_nodes
+from tightfit.train.parts import write_on_first
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, PlanProof, probe, proofs, recomputation
 from tightfit.train.resume import FoundCheckpoint
-from tightfit.train.saved_model import write_model
 from tightfit.train.sources import open_weights
 from tightfit.train.sources_hub import find_weights
 from tightfit.train.stop import Stop
@@ -192,7 +193,8 @@ class Worker:
         steps = config.training.max_steps or max(1, order.steps_in(config.training.epochs or 1))
         if self.options.rehearse:
             steps = self.options.rehearse_steps
-        found = self._find_checkpoint(job, steps)
+        nodes = Nodes.together(place) if self.options.rehearse else find_nodes(config.folder, place)
+        found = self._find_checkpoint(job, steps, nodes)
         made = self.assemble(prepared, found)
         milestones = Milestones(self.events, config.predicted, place)
         milestones.measure("init")
@@ -209,7 +211,7 @@ class Worker:
             self._prove(recomputation(made.recomputed, recomputed, made.within))
         if found is not None:
             self._load(found, made)
-        model = model_set(made, config, prepared.tokenizer, place)
+        model = model_set(made, config, prepared.tokenizer, nodes)
         saver, orders = None, config.saving
         if not self.options.rehearse:
             on_the_way = orders.every_minutes is not None or (orders.every_steps or steps) < steps
@@ -222,6 +224,7 @@ class Worker:
                 background=orders.async_save and on_the_way and not nvme.on_nvme(config.levers),
                 ranks_here=config.world.gpus_per_node,
                 masters=config.levers.precision != "fp32" and config.levers.master_weights,
+                nodes=nodes,
             )
         loop = Loop(
             config=config,
@@ -252,38 +255,30 @@ class Worker:
         if ending == "finished" and not self.options.rehearse:
             self.events.heartbeat.at("save")
             began, folder = time.monotonic(), config.folder / MODEL
-            written = write_model(
-                folder,
-                model.pieces(),
-                model.names,
-                rank=place.rank,
-                world=place.world,
-                barrier=lambda: places.meet(place),
-                style=model.style,
-            )
+            written = write_on_first(folder, model, place, nodes)
             seconds = round(time.monotonic() - began, 3)
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
             self.events.write("saved", folder=str(folder), bytes=written, seconds=seconds, files=files)
         self._say_end(ending, loop, milestones)
         return ending
 
-    def _find_checkpoint(self, job: dict[str, Any], steps: int) -> FoundCheckpoint | None:
+    def _find_checkpoint(self, job: dict[str, Any], steps: int, nodes: Nodes) -> FoundCheckpoint | None:
         """The checkpoint to go on from, if this job of so many steps may. Nothing is said of one that is refused."""
         if self.options.rehearse:
             return None
         run, wanted = self.config.folder, self.options.resume
         if wanted not in (AUTO, NONE) and (folder := states_folder(Path(wanted))) is not None:
-            return self._find_deepspeed_checkpoint(folder)
-        found = resume.choose(run, wanted, self.place, self.events)
+            return self._find_deepspeed_checkpoint(folder, nodes)
+        found = resume.choose(run, wanted, self.place, nodes, self.events)
         if found is None:
-            resume.make_way(run, None, wanted, self.place)
+            resume.make_way(run, None, wanted, nodes)
             return None
         if found.step > steps:
             raise ConfigError(Message("train.past-the-end", folder=found.folder, step=found.step, steps=steps))
         changed = resume.differences(found.state["job"], job)
         if changed and not self.options.resume_anyway:
             raise ConfigError(Message("train.another-job", folder=found.folder, changed=Listing(changed, ";")))
-        resume.make_way(run, found, wanted, self.place)
+        resume.make_way(run, found, wanted, nodes)
         plan = found.state["plan"]
         self.events.write(
             "resumed",
@@ -295,16 +290,16 @@ class Worker:
         )
         return found
 
-    def _find_deepspeed_checkpoint(self, folder: Path) -> FoundCheckpoint:
+    def _find_deepspeed_checkpoint(self, folder: Path, nodes: Nodes) -> FoundCheckpoint:
         """A checkpoint of another program, from which this job goes on as far as it can."""
-        resume.clear(self.config.folder, self.place)
+        resume.clear(self.config.folder, self.place, nodes)
         opened = open_deepspeed(folder, trust_pickle=self.options.trust_pickle)
         lacking = opened.missing_for(self.config.levers.optimizer, self.config.predicted.trainable_parameters)
         scale = None if lacking or opened.scale is None else asdict(opened.scale)
         state = {"optimizer": {"steps": 0 if lacking else opened.optimizer_steps}, "loss_scale": scale}
         alone, step = lacking is not None, 0 if lacking else opened.step
         found = FoundCheckpoint(folder=folder, step=step, state=state, deepspeed=opened, weights_alone=alone)
-        resume.make_way(self.config.folder, found, self.options.resume, self.place)
+        resume.make_way(self.config.folder, found, self.options.resume, nodes)
         if lacking is not None:
             self.events.write("warning", text=Message("train.weights-alone", folder=folder, lacking=lacking))
             return found
@@ -329,9 +324,11 @@ class Worker:
         if found.deepspeed is not None:
             weights = states = found.deepspeed.name_for(made.twin, adapters=not whole)
         else:
-            states = resume.CheckpointFiles(found.folder)
-            weights = open_weights(found.folder, made.twin) if whole else states
+            states = resume.CheckpointFiles(found.folder, found.files)
+            weights = open_weights(found.folder, made.twin, files=found.files) if whole else states
         resume.load(found, made.engine, weights, states, self.place, filled=whole)
+        if found.files is not None:
+            found.files.finish()
         self.events.report(Message("train.loading-checkpoint"), 1, 1)
 
     def assemble(self, prepared: Prepared, found: FoundCheckpoint | None) -> Assembled:
@@ -347,8 +344,9 @@ class Worker:
                     nvme.load()
         if self.config.levers.lora is not None:
             found = None  # an adapter's checkpoint holds no base
-        checkpoint = None if found is None else found.deepspeed or found.folder
-        return assemble(self.config, self.place, self.events, prepared.weights, checkpoint, self.cache / "weights")
+        checkpoint, files = (None, None) if found is None else (found.deepspeed or found.folder, found.files)
+        cache = self.cache / "weights"
+        return assemble(self.config, self.place, self.events, prepared.weights, checkpoint, cache, files)
 
     def _prove(self, *found: PlanProof) -> None:
         for name, ok, text in found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from tightfit.formats.dialect import Dialect, PlanFile
 from tightfit.formats.kubernetes.write import indexed_job, paths_notes, pytorch_job, train_job
@@ -11,16 +11,11 @@ from tightfit.messages import Message
 from tightfit.planner.plan import Plan
 
 
-def write_job(plan: Plan, target: Target, files: Collection[str]) -> str | None:
-    return indexed_job(plan, target) if target.cluster == "kubernetes" else None
-
-
-def write_train_job(plan: Plan, target: Target, files: Collection[str]) -> str | None:
-    return train_job(plan, target) if target.cluster == "kubernetes" else None
-
-
-def write_pytorch_job(plan: Plan, target: Target, files: Collection[str]) -> str | None:
-    return pytorch_job(plan, target) if target.cluster == "kubernetes" else None
+def where_asked(
+    write: Callable[[Plan, Target], str],
+) -> Callable[[Plan, Target, Collection[str]], str | None]:
+    """The same, for plans that are to start on Kubernetes."""
+    return lambda plan, target, _: write(plan, target) if target.cluster == "kubernetes" else None
 
 
 DIALECT = Dialect(
@@ -29,20 +24,20 @@ DIALECT = Dialect(
         PlanFile(
             name="kubernetes-job.yaml",
             what=Message("kubernetes.job-file"),
-            write=write_job,
+            write=where_asked(indexed_job),
             notes=paths_notes,
             version=lambda plan, target: Message("kubernetes.job-version"),
         ),
         PlanFile(
             name="kubeflow-trainjob.yaml",
             what=Message("kubernetes.trainjob-file"),
-            write=write_train_job,
+            write=where_asked(train_job),
             version=lambda plan, target: "Kubeflow Trainer 2.3",
         ),
         PlanFile(
             name="kubeflow-pytorchjob.yaml",
             what=Message("kubernetes.pytorchjob-file"),
-            write=write_pytorch_job,
+            write=where_asked(pytorch_job),
             version=lambda plan, target: "Kubeflow Training Operator 1.9",
         ),
     ),

@@ -115,6 +115,7 @@ class State:
     tensor: Tensor  # flat: elements [start, start + its own number)
     alike: bool  # every rank holds the same range: one of them writes it
     is_copy: bool = False  # another rank holds the same range, and writes it
+    holders: tuple[int, ...] = ()  # the ranks that hold the same range, where these are not all or this one alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +207,8 @@ class Engine(ABC):
                     for begin in range(0, shard.size, PIECE):
                         values = read_8bit(held, which, begin, min(begin + PIECE, shard.size))
                         at = shard.start + begin
-                        yield State(kind, shard.path, shard.shape, at, values, not shard.cut, shard.is_copy)
+                        who = (not shard.cut, shard.is_copy, shard.holders)
+                        yield State(kind, shard.path, shard.shape, at, values, *who)
                         if write:
                             write_8bit(held, which, values, begin)
                 continue
@@ -216,7 +218,8 @@ class Engine(ABC):
                 local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
                 flat = local.detach().reshape(-1)
                 if shard.cut or tuple(local.shape) == shard.shape:
-                    yield State(kind, shard.path, shard.shape, shard.start, flat, not shard.cut, shard.is_copy)
+                    who = (not shard.cut, shard.is_copy, shard.holders)
+                    yield State(kind, shard.path, shard.shape, shard.start, flat, *who)
                 else:  # adafactor's rows and columns
                     yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
 
