@@ -266,15 +266,37 @@ def test_a_master_that_does_not_exist() -> None:
 def test_a_node_that_does_not_see_the_folder(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SHARED_S", 0.3)
     monkeypatch.setattr(follower.wire, "find_meeting", lambda *_: None)
-    with pytest.raises(ConfigError, match="has to be on a disk that all nodes share"):
+    with pytest.raises(
+        ConfigError, match=r"put --output on a disk that all nodes share, or, .*copy node 0's key to /dev"
+    ):
         follow(meeting.port).follow()
-    with pytest.raises(ConfigError, match=r"node 1 \(beta\) does not see"):
+    with pytest.raises(ConfigError, match=r"node 1 \(beta\) sees neither .* nor node 0's key"):
         meeting.assemble()
+
+
+def test_a_node_that_has_the_key_needs_not_see_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "BEAT_S", 0.1)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(follower.wire, "find_meeting", lambda *_: None)
+    (tmp_path / "run").mkdir()
+    meeting = Meeting(tmp_path / "run")
+    try:
+        assert wire.key_path().stat().st_mode & 0o777 == 0o600
+        desk = follow(meeting.port)
+        connection, led = desk._arrive(5.0)
+        assert (led.folder, led.is_seen) == (tmp_path / "run", False)
+        meeting.answer(connection)
+        assert meeting.assemble()
+        wire.write_meeting(wire.key_path())  # somebody else's
+        with pytest.raises(ConfigError, match="nor node 0's key is to be seen here"):
+            follow(meeting.port).follow()
+    finally:
+        meeting.close()
 
 
 def test_a_leader_that_does_not_know_the_token(tmp_path: Path) -> None:
     """Somebody listens there who is not the leader of this run."""
-    wire.write_meeting(tmp_path)
+    wire.write_meeting(tmp_path / wire.MEETING)
     record = wire.find_record(tmp_path / wire.MEETING, wire.MeetingRecord)
     assert record is not None
     port = free_port()
@@ -283,7 +305,7 @@ def test_a_leader_that_does_not_know_the_token(tmp_path: Path) -> None:
         def answer() -> None:
             line = Connection(door.accept()[0])
             line.receive(5)
-            line.send(wire.Challenge(folder=str(tmp_path), mark=record.mark, nonce="m"))
+            line.send(wire.Challenge(folder=str(tmp_path), mark=record.mark, key_mark="", nonce="m"))
             line.receive(5)
             line.send(wire.Welcome(proof="made up", silent_s=20.0))
             time.sleep(0.5)

@@ -305,7 +305,7 @@ def _follow_leader(request: Request, options: TrainOptions, argv: Sequence[str],
                 patient=False,
             )
         put_aside(claimed.folder, order.attempt - 1, sorted((claimed.folder.path / "logs").glob("rank-*.log")))
-        return Work(starts=course.follow(order, interface), cwd=claimed.folder.plan, folder=folder)
+        return Work(starts=course.follow(order, interface), cwd=claimed.folder.plan, folder=folder, is_apart=is_own)
 
     def leave(code: int) -> None:
         """What the leader's folder has not got is kept where the run failed."""

@@ -58,8 +58,8 @@ _FIXED = Patterns(
         (
             r"run\.json|run\.new",
             FRESH.format(r"run\.json"),
-            r"meeting\.json",
-            FRESH.format(r"meeting\.json"),
+            r"(meeting|ranks)\.json",
+            FRESH.format(r"(meeting|ranks)\.json"),
             re.escape(EVENTS),
             _PICTURE,
             rf"\.{_PICTURE}\.new",

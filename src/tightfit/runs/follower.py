@@ -18,11 +18,14 @@ from pathlib import Path
 
 from tightfit.inputs.records import find_record
 from tightfit.messages import Message, Said, say_why
+from tightfit.owned import open_own
 from tightfit.runs import wire
 from tightfit.runs.cause import KernelRecord
-from tightfit.runs.heartbeat import read_beat
+from tightfit.runs.heartbeat import clear_beats, read_beat
 from tightfit.runs.launch import GRACE_S, LOOK_S, Ranks, RankStart
-from tightfit.runs.records import ERRORS
+from tightfit.runs.processes import this_host
+from tightfit.runs.rank_memory import read_rank
+from tightfit.runs.records import ERRORS, EVENTS
 from tightfit.runs.run import Signals, read_tail
 from tightfit.runs.wire import Alive, Arrived, Connection, ConnectionLost, Facts
 from tightfit.types import ConfigError, UserError
@@ -54,6 +57,7 @@ class Work:
     starts: Sequence[RankStart]
     cwd: Path
     folder: Path  # of the run, as the ranks see it
+    is_apart: bool = False  # whether that is another one than the leader's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +180,7 @@ class _Service:
     def __init__(self, follower: FollowingDesk, connection: Connection, led: Led) -> None:
         self._follower, self._connection, self._led = follower, connection, led
         self._folder = led.folder  # in which the ranks give signs of life
+        self._is_apart = False  # whether that is another one than the leader's
         self._attempt, self._began, self._sent = 0, 0.0, dict[int, int]()
         self._codes: dict[str, int] = {}  # of the ranks that have ended
         self._ranks: Ranks | None = None
@@ -207,9 +212,13 @@ class _Service:
     def _beat(self) -> Alive:
         """From a thread of its own: ending ranks, say, takes a while."""
         beats = (read_beat(self._folder, rank) for rank in self._numbers)
-        if self._ranks is not None:
+        ranks, held = self._ranks, []
+        if ranks is not None:
             self._send_logs()
-        return Alive(beats=tuple(beat for beat in beats if beat is not None))
+            starts, host = zip(ranks.starts, ranks.pids, strict=False), this_host()
+            held = [read_rank(f"rank-{start.rank}", pid, host) for start, pid in starts]
+        found = tuple(rank for rank in held if rank is not None)
+        return Alive(beats=tuple(beat for beat in beats if beat is not None), ranks=found)
 
     def _obey(self, said: wire.Line) -> None:
         if isinstance(said, wire.TryPort):
@@ -226,6 +235,9 @@ class _Service:
             self._start(said)
         elif isinstance(said, wire.Save) and self._ranks is not None:
             self._ranks.ask()
+        elif isinstance(said, wire.EventsTold) and self._is_apart:
+            with suppress(OSError), open_own(self._folder / EVENTS, "ab") as events:
+                events.write(said.text.encode())
         elif isinstance(said, wire.Dump) and self._ranks is not None:
             self._ranks.dump(said.ranks)
             now = time.monotonic()
@@ -238,7 +250,7 @@ class _Service:
         self._attempt, self._began, self._codes = order.attempt, time.time(), {}
         try:
             work = self._follower.begin(self._led, order, wire.find_interface(self._connection.own_address))
-            self._folder = work.folder
+            self._folder, self._is_apart = work.folder, work.is_apart
             self._kernel = KernelRecord()
             self._sent = {start.rank: 0 for start in work.starts}
             ranks = Ranks(work.starts, work.cwd)
@@ -247,7 +259,8 @@ class _Service:
             self._connection.send(wire.CannotStart(attempt=order.attempt, said=error.said))
             return
         self._ranks, self._numbers = ranks, tuple(start.rank for start in work.starts)
-        self._connection.send(wire.RanksStarted(attempt=order.attempt, pids=tuple(ranks.pids)))
+        pids, apart = tuple(ranks.pids), self._is_apart
+        self._connection.send(wire.RanksStarted(attempt=order.attempt, pids=pids, is_apart=apart))
 
     def _report(self) -> None:
         if self._ranks is None:
@@ -307,6 +320,8 @@ class _Service:
             ranks.end(grace_s)
             self._send_logs()
             self._codes = {str(gone.start.rank): gone.code for gone in ranks.exits}
+            if self._is_apart:  # the leader clears its own folder
+                clear_beats(self._folder, self._numbers)
             self._ranks, self._numbers = None, ()
         if self._kernel is not None:
             self._kernel.close()

@@ -30,11 +30,14 @@ from tightfit.runs import wire
 from tightfit.runs.cause import KernelSaid
 from tightfit.runs.heartbeat import Beat, read_beat
 from tightfit.runs.launch import GRACE_S, LOOK_S, Exit, NodeTrouble, Ranks, RankStart
-from tightfit.runs.records import ERRORS, LastWords, WorkerFile
+from tightfit.runs.processes import this_host
+from tightfit.runs.rank_memory import Rank, RanksRecord, read_rank
+from tightfit.runs.records import ERRORS, EVENTS, LastWords, WorkerFile
 from tightfit.runs.run import Signals
 from tightfit.runs.wire import Arrived, Connection, ConnectionLost, Facts, name_node
 from tightfit.types import ConfigError
 
+_MOST_EVENTS_BYTES = 1 << 20  # that are told at a time
 HELLO_S = 10.0  # for the first word on a connection
 FAREWELL_S = 5.0  # for a node to say that its ranks have ended, beyond the time that they have for it
 
@@ -51,6 +54,8 @@ class Seat:
     is_checked: bool = False
     tried: str | None = None  # why it does not reach the ranks' port; "": it does; None: it has not said
     beats: dict[int, Beat] = field(default_factory=dict)
+    ranks: tuple[Rank, ...] = ()  # what they hold
+    is_apart: bool = False  # it has a folder of its own for the run
     # of the attempt that runs
     attempt: int = 0
     exits: list[wire.RankEnded] = field(default_factory=list)
@@ -90,6 +95,7 @@ class Leader:
         self._record: wire.MeetingRecord | None = None
         self._key: wire.MeetingRecord | None = None  # of the user
         self._logs: dict[int, Path] = {}
+        self._told = 0  # bytes of the events that other nodes know
         self._closed = False
         own = wire.desk_port(port)
         try:
@@ -191,6 +197,9 @@ class Leader:
         with self._change:
             if isinstance(said, wire.Alive):
                 seat.beats.update({beat.rank: beat for beat in said.beats})
+                seat.ranks = said.ranks
+            elif isinstance(said, wire.RanksStarted):
+                seat.is_apart = said.is_apart
             elif isinstance(said, wire.PortTried):
                 seat.tried = said.why
             elif isinstance(said, wire.RankEnded) and said.attempt == seat.attempt:
@@ -219,6 +228,8 @@ class Leader:
         record, key = wire.write_meeting(folder / wire.MEETING), wire.make_key()
         with self._change:
             self._folder, self._record, self._key = folder, record, key
+            with suppress(OSError):
+                self._told = (folder / EVENTS).stat().st_size
             self._change.notify_all()
 
     def assemble(
@@ -329,6 +340,21 @@ class Leader:
             if not seat.connection.is_closed:
                 seat.connection.send(said)
 
+    def show_ranks(self, own: Sequence[Rank]) -> None:
+        """Write down what the ranks of all nodes hold, for whoever watches, and tell the nodes what has happened whose
+        folders are their own. `own`: the ranks of this node."""
+        assert self._folder is not None
+        others = [rank for seat in list(self._seats.values()) if seat.lives for rank in seat.ranks]
+        RanksRecord(ranks=(*own, *others)).write(self._folder)
+        with suppress(OSError), (self._folder / EVENTS).open("rb") as file:
+            file.seek(self._told)
+            text = file.read(_MOST_EVENTS_BYTES)
+            text = text[: text.rfind(b"\n") + 1]
+            self._told += len(text)
+            for seat in list(self._seats.values()):
+                if text and seat.is_apart and not seat.connection.is_closed:
+                    seat.connection.send(wire.EventsTold(text=text.decode("utf-8", "replace")))
+
     def seat_of(self, node: int) -> Seat | None:
         return self._seats.get(node)
 
@@ -372,6 +398,9 @@ class Leader:
                 return
             self._closed = True
             self._change.notify_all()
+        if self._folder is not None:
+            self.show_ranks(())
+            RanksRecord.remove(self._folder)
         with suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)  # or whoever waits at it would wait on
         self._door.close()
@@ -414,6 +443,7 @@ class SpreadRanks(Ranks):
         self._ended_away = False
         self._every_start = starts
         self._trouble: NodeTrouble | None = None
+        self._shown = 0.0
         self._kernels: dict[int, wire.RankEnded] = {}
 
     def __enter__(self) -> SpreadRanks:
@@ -462,6 +492,10 @@ class SpreadRanks(Ranks):
         """With a node whose ranks have not all ended."""
         now = time.monotonic()
         slept, self._asleep_at = now - self._asleep_at > wire.SILENT_S / 2, now
+        if now - self._shown > wire.BEAT_S:
+            self._shown, host = now, this_host()
+            own = (read_rank(f"rank-{start.rank}", pid, host) for pid, start in self._running.items())
+            self._leader.show_ranks([rank for rank in own if rank is not None])
         if slept:  # this desk was paused: what the others said meanwhile has not been read yet
             time.sleep(wire.BEAT_S)
         for node in sorted({start.elsewhere or 0 for start in self._away.values()}):

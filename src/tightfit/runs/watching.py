@@ -28,7 +28,8 @@ from tightfit.runs.events import Event, Failed, Follower, Progress, Step, Tally
 from tightfit.runs.health import OOM_KINDS, Health, Held, Seen, judge_health
 from tightfit.runs.lines import duration, line_of
 from tightfit.runs.machine_eye import Host, MachineEye, oom_kills
-from tightfit.runs.processes import PROC, every_pid, stat_of
+from tightfit.runs.processes import PROC, every_pid, stat_of, this_host
+from tightfit.runs.rank_memory import Rank, find_ranks, read_rank
 from tightfit.runs.records import AttemptRecord, RunFolder, RunRecord, WorkerFile, find_worker_file, read_run
 from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.types import ConfigError
@@ -38,7 +39,6 @@ STEPS = 512
 LINES = 200  # what is kept of a run's past
 AGAIN_S = 10.0  # between two searches for the processes of the ranks
 _LOG = re.compile(r"(rank-\d+|launcher)\.log")
-_SIZES = re.compile(r"^(VmRSS|VmHWM):\s*(\d+)", re.MULTILINE)
 
 
 def find_damaged(run: Path) -> tuple[Path, ...]:
@@ -74,16 +74,8 @@ def processes_of(run: Path) -> tuple[RankProcess, ...]:
     return tuple(sorted(found, key=lambda each: (each.name, not each.leads, each.pid)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    name: str
-    pid: int
-    now_bytes: int
-    peak_bytes: int
-
-
 class RankEye:
-    """Knows the ranks of a run. Searching all processes is dear, so it is done seldom."""
+    """Knows the ranks of a run, on all its nodes. Searching all processes is dear, so it is done seldom."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -97,22 +89,20 @@ class RankEye:
             self._searched = now
             self._known = tuple(each for each in processes_of(self._run) if each.leads)
             ranks = self._read()
-        return ranks
+        here = {rank.name for rank in ranks}
+        others = (replace(rank, host=rank.host if rank.host != this_host() else None) for rank in find_ranks(self._run))
+        found = (*ranks, *(rank for rank in others if rank.name not in here))
+        return tuple(
+            sorted(found, key=lambda rank: int(rank.name.rpartition("-")[2] if rank.name[-1].isdigit() else 0))
+        )
 
     def forget(self) -> None:
         """Others are about to be started."""
         self._searched = -AGAIN_S
 
     def _read(self) -> tuple[Rank, ...]:
-        found = []
-        for known in self._known:
-            with suppress(OSError):
-                text = (PROC / str(known.pid) / "status").read_text(encoding="ascii", errors="replace")
-                sizes = {name: int(size) * 1024 for name, size in _SIZES.findall(text)}
-                if now := sizes.get("VmRSS"):  # none: it has ended, and nobody has taken notice yet
-                    peak = sizes.get("VmHWM", 0)
-                    found.append(Rank(name=known.name, pid=known.pid, now_bytes=now, peak_bytes=peak))
-        return tuple(found)
+        found = (read_rank(known.name, known.pid) for known in self._known)
+        return tuple(rank for rank in found if rank is not None)
 
 
 def check_run(path: Path) -> Path:

@@ -43,6 +43,7 @@ from tightfit.messages import Message, Said, as_json
 from tightfit.owned import replace_file
 from tightfit.runs.heartbeat import Beat
 from tightfit.runs.processes import this_host
+from tightfit.runs.rank_memory import Rank
 
 BEAT_S = 2.0
 SILENT_S = 20.0  # an end of which nothing has been heard for so long is gone
@@ -132,6 +133,7 @@ class NodeRefused:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
     beats: tuple[Beat, ...] = ()  # of a follower's ranks
+    ranks: tuple[Rank, ...] = ()  # and what they hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,14 @@ class Start:
 class RanksStarted:
     attempt: int
     pids: tuple[int, ...]
+    is_apart: bool = False  # this node has a folder of its own for the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsTold:
+    """What has come into the run's events, for a node that does not see them."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +238,7 @@ class RunEnded:
 
 Line = (
     Arrived | Challenge | NodeProof | Welcome | NodeRefused | Alive | TryPort | PortTried | Start | RanksStarted
-    | CannotStart | Save | StopRanks | Dump | Logged | RankEnded | AllEnded | Signalled | RunEnded
+    | EventsTold | CannotStart | Save | StopRanks | Dump | Logged | RankEnded | AllEnded | Signalled | RunEnded
 )  # fmt: skip
 L = TypeVar("L", Challenge, Welcome)
 KINDS: Mapping[str, type[Line]] = {kind.__name__: kind for kind in Line.__args__}

@@ -27,6 +27,7 @@ from tightfit.priced import GIB
 from tightfit.runs.health import BRIM, FULL, Light
 from tightfit.runs.lines import MIB, Lines, duration, loss_words
 from tightfit.runs.machine_eye import Host
+from tightfit.runs.rank_memory import Rank
 from tightfit.runs.watching import Look, RunEye, Watcher
 from tightfit.screen.train import failure_words, process_words
 
@@ -228,16 +229,20 @@ def _rank_rows(look: Look) -> list[tuple[str, _RowSizes, str]]:
     if run is None or run.ended is not None or (run.worker is not None and run.worker.vendor != "cpu"):
         return []
     planned, total = None if run.worker is None else run.worker.ram_bytes_per_rank, look.host.total_bytes
-    share = None if total is None else total // max(1, len(run.ranks))
+    share = None if total is None else total // max(1, sum(rank.host is None for rank in run.ranks))
     if run.ranks:
         return [
-            (rank.name.replace("-", " "), _RowSizes(rank.now_bytes, rank.peak_bytes, planned, share), str(rank.pid))
+            (rank.name.replace("-", " "), _RowSizes(rank.now_bytes, rank.peak_bytes, planned, share), _where(rank))
             for rank in run.ranks
         ]
     if run.step is None or run.step.host_bytes is None:
         return []
     # on another machine, or another user's
     return [("rank 0", _RowSizes(run.step.host_bytes, None, planned, share), "")]
+
+
+def _where(rank: Rank) -> str:
+    return str(rank.pid) if rank.host is None else text("screen.pid-on-host", pid=rank.pid, host=rank.host)
 
 
 def _bar(sizes: _RowSizes, room: int) -> Text:

@@ -23,7 +23,8 @@ from tightfit.runs.health import OOM_KINDS, Held, Seen, judge_health
 from tightfit.runs.lines import action_words, duration
 from tightfit.runs.machine_eye import MachineEye
 from tightfit.runs.processes import this_host
-from tightfit.runs.watching import Rank, RankEye
+from tightfit.runs.rank_memory import Rank, name_rank
+from tightfit.runs.watching import RankEye
 from tightfit.web.history import History
 from tightfit.web.places import file_at
 
@@ -68,7 +69,7 @@ class RunSight:
             "plan", _marks(plan / WORKER_FILE), lambda: records.find_worker_file(plan)
         )
         is_here = state == "running"
-        ranks = self._ranks.look() if is_here else ()
+        ranks = self._ranks.look() if state in ("running", "elsewhere") else ()
         memory = self._memory(worker, ranks, eye if is_here else None)
         host = None if eye is None or not is_here else eye.host()
         if host is not None:
@@ -152,7 +153,7 @@ class RunSight:
                     name, now, peak = f"GPU {card.index}", card.used_bytes, peaks.get(card.index)
                     rows.append(_draw_held(name, now, peak, worker.required_bytes, card.total_bytes))
         elif worker is not None and not on_gpu:
-            held = [(rank.name.replace("-", " "), rank.now_bytes, rank.peak_bytes) for rank in ranks]
+            held = [(name_rank(rank), rank.now_bytes, rank.peak_bytes) for rank in ranks]
             rows = [_draw_held(*each, planned, total) for each in held]
         steps = self.history.steps()
         if not rows and steps:  # what the run itself has said
