@@ -288,7 +288,7 @@ def _follow_leader(request: Request, options: TrainOptions, argv: Sequence[str],
         if claimed is None:
             own = folder if is_own else start.node_folder(folder, nodes.rank)
             # Parts of checkpoints that lie here stay: the ranks find out which of them are wanted.
-            anew = order.attempt == 1 and (options.overwrite or start.resume_of(options).place == NONE)
+            anew = order.attempt == 1 and (options.overwrite or options.resume.lower() == NONE)
             resume = AUTO if is_own and not anew else NONE
             claimed = ClaimedFolder.claim(own, overwrite=is_own and anew, resume=resume, take_over=options.take_over)
             claimed.begin(order.files, record)

@@ -228,9 +228,11 @@ class OwnTrainer:
             done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
             return replace(decision, because=done)
         if decision.action == "older checkpoint":
-            for folder in checkpoints.newest_first(self.folder.path)[1:]:
+            newest = self.kept_step or 0
+            for folder in checkpoints.newest_first(self.folder.path):
                 with suppress(checkpoints.Torn):
-                    checkpoints.checked(folder)
+                    if checkpoints.checked(folder).step >= newest:
+                        continue
                     self.older = folder
                     why = Message("runs.goes-back", why=decision.because, name=folder.name)
                     return replace(decision, because=why)

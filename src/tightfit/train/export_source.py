@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tightfit.messages import Message
-from tightfit.runs.checkpoints import deepspeed_checkpoint
+from tightfit.messages import Listing, Message
+from tightfit.runs.checkpoints import Torn, deepspeed_checkpoint, read_manifest
 from tightfit.types import ConfigError, ModelError
 
 Kind = Literal["model", "adapter", "deepspeed"]
@@ -57,6 +58,12 @@ def recognise(spec: Spec) -> ExportSource:
     folder = source / "model" if run is not None and not (source / "config.json").exists() else source
     if run is not None and not folder.is_dir():
         raise ModelError(Message("train.no-model-yet", source=source))
+    with suppress(Torn):
+        if (part := read_manifest(folder).part) is not None:
+            run = folder.parent.parent
+            raise ConfigError(
+                Message("train.part-alone", folder=folder, hosts=Listing(dict.fromkeys(part.hosts), "and"), run=run)
+            )
     if (folder / "adapter_config.json").exists():
         return ExportSource(kind="adapter", folder=folder, run=run)
     checkpoint = deepspeed_checkpoint(folder)
