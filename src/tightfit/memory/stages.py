@@ -1,73 +1,54 @@
-"""The stages of a pipeline: which layers each has, and how many micro batches a GPU has begun and not yet finished.
+"""A pipeline: which layers each stage has, and in which order its GPUs work.
 
-A stage is a run of layers; the lowest has the embedding as well, the highest the final norm, the head and the loss.
-With several stages on each GPU they go round: of 2 GPUs with 2 stages each the first has the stages 0 and 2. Each stage
-is a `ModelShape` of its own, so that all that prices a model prices a part of one. A tied head is a second copy of the
-embedding, on the highest stage.
+`gpus` GPUs stand in a row, with `per_gpu` stages each: GPU g has stages g, g + gpus, g + 2·gpus … Micro batches go up
+through the stages, and their gradients down. With one stage per GPU each GPU runs one micro batch forward for one
+backward as soon as it can (1F1B), so that it has no more of them in flight than there are GPUs from it to the end of
+the row. With several stages per GPU (interleaved 1F1B) a GPU idles less and has more in flight.
 
-The schedules are those of `torch.distributed.pipelining`. 1F1B (one stage on each GPU): the GPU at place `g` of `N`
-begins with `N - g` forward passes, then takes backward and forward passes in turn. Interleaved 1F1B: the micro batches
-go through a GPU's stages in rounds of about `N`; a GPU warms up with a round of all but its highest stage and two more
-passes for each GPU behind it, then takes forward and backward passes in turn (`_get_warmup_ops`, `_get_1f1b_rank_ops`).
-So the first GPU has most in hand, and of GPUs with like layers it is the fullest.
+The worker runs what is decided here, and its memory and its pace are counted from the same lists.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Literal
 
 from tightfit.memory.weights import is_linear
-from tightfit.types import Attention, Block, Levers, ModelShape, Moe, Tensor
+from tightfit.types import Attention, Block, Levers, ModelShape, Moe
 
-Turn = Literal["F", "B"]  # a forward or a backward pass
-
-
-class Stage(NamedTuple):
-    """One stage as it lies on a GPU."""
-
-    number: int  # from the bottom of the model
-    shape: ModelShape
-    frozen: int  # of its layers, the lowest so many do not train
-    waiting: tuple[tuple[int, ...], tuple[int, ...]]
-    """In its forward turn, and in its backward turn: the micro batches that are begun and not finished, beside the one
-    at work, of each of the GPU's stages."""
+Direction = Literal["forward", "backward"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PipelineGpu:
-    """One GPU of a pipeline."""
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A micro batch through a stage."""
 
-    place: int  # in the row
-    alike: int  # GPUs of the row with like layers: those that follow it hold less
-    stages: tuple[Stage, ...]  # bottom to top
-    shape: ModelShape  # of all its stages
-    frozen: int
-
-    def count_recomputing(self, layers: int | None) -> int:
-        """`layers`: of each stage; None: all."""
-        counts = [stage.shape.n_layers for stage in self.stages]
-        return sum(counts) if layers is None else sum(min(layers, count) for count in counts)
-
-    def levers(self, levers: Levers) -> Levers:
-        """The same as they are for this GPU's layers taken together."""
-        depth = levers.checkpointing
-        if depth.layers is not None:
-            depth = replace(depth, layers=self.count_recomputing(depth.layers))
-        return replace(levers, frozen_layers=self.frozen, checkpointing=depth)
+    direction: Direction
+    stage: int
+    micro_batch: int
 
 
-def split_layers(shape: ModelShape, levers: Levers) -> tuple[int, ...]:
-    """How many layers each stage has, bottom to top: so that the slowest stage, head and loss included, has as little
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a GPU does next: run a pass, send what came out of it, or make ready to receive what it needs."""
+
+    what: Literal["run", "send", "receive"]
+    of: Pass  # the one that runs, that made what is sent, or that will read what is received
+    peer: int | None = None  # the other GPU
+
+
+def split_layers(shape: ModelShape, levers: Levers) -> tuple[range, ...]:
+    """The layers of each stage, bottom to top: so that the slowest stage, head and loss included, has as little
     arithmetic as can be; beyond that evenly, and rather fewer below, where more micro batches are held. What recomputes
     is left out: the split is the same at every depth of checkpointing."""
     adapts = levers.method != "full"
     frozen = 0 if adapts else levers.frozen_layers
-    return _split(shape, levers.pipeline_parallel * levers.stages_per_gpu, levers.sequence, frozen, adapts)
+    counts = _split(shape, levers.pipeline_parallel * levers.stages_per_gpu, levers.sequence, frozen, adapts)
+    return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
 
 
 @lru_cache(maxsize=256)
@@ -121,108 +102,77 @@ def _multiplications(block: Block, sequence: int) -> int:
     return total
 
 
-def lay_out(shape: ModelShape, levers: Levers) -> tuple[PipelineGpu, ...]:
-    """The GPUs of a row that differ in their layers; of those that are alike the first, which holds most."""
-    key = levers.pipeline_parallel, levers.stages_per_gpu, levers.accumulation
-    adapts = levers.method != "full"
-    return _lay_out(shape, split_layers(shape, levers), *key, 0 if adapts else levers.frozen_layers)
+def find_fullest(levers: Levers) -> int:
+    """The GPU of the row that needs most memory. The first has the embedding, and most micro batches in flight."""
+    return 0
 
 
-@lru_cache(maxsize=256)
-def _lay_out(
-    shape: ModelShape, counts: tuple[int, ...], gpus: int, stages: int, micro_batches: int, frozen: int
-) -> tuple[PipelineGpu, ...]:
-    starts = list(accumulate(counts, initial=0))
-    found: dict[tuple[ModelShape, ...], PipelineGpu] = {}
-    for place in range(gpus):
-        own = range(place, gpus * stages, gpus)
-        parts = tuple(_part(shape, starts[at], starts[at + 1], frozen < starts[at]) for at in own)
-        held = [min(max(frozen - starts[at], 0), counts[at]) for at in own]
-        if parts in found:
-            found[parts] = replace(found[parts], alike=found[parts].alike + 1)
-            continue
-        waiting = count_waiting(gpus, stages, micro_batches, place)
-        made = [Stage(*each) for each in zip(own, parts, held, waiting, strict=True)]
-        found[parts] = PipelineGpu(place, 1, tuple(made), _join(parts), sum(held))
-    return tuple(found.values())
+def deal_rounds(gpus: int, micro_batches: int) -> list[range]:
+    """The micro batches that a GPU with several stages takes through one of them before it turns to the next: as many
+    as there are GPUs, or a few more."""
+    count = max(1, micro_batches // gpus)
+    ends = [round(number * micro_batches / count) for number in range(count + 1)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
-def _part(shape: ModelShape, start: int, stop: int, trains_below: bool) -> ModelShape:
-    pattern = shape.pattern[start:stop]
-    return _cut(shape, pattern, start == 0, stop == shape.n_layers, trains_below and start > 0)
+def order_passes(gpu: int, gpus: int, per_gpu: int, micro_batches: int) -> Iterator[Pass]:
+    """What a GPU computes for a window, one after another."""
+    rounds = deal_rounds(gpus, micro_batches)
+    up = [(chunk, number) for each in rounds for chunk in range(per_gpu) for number in each]
+    down = [(chunk, number) for each in rounds for chunk in reversed(range(per_gpu)) for number in each]
+    ahead = gpus - 1 - gpu
+    if per_gpu > 1:
+        ahead = (per_gpu - 1) * max(map(len, rounds)) + 2 * ahead
+    ahead = min(ahead, len(up))
+    for at in range(len(up) + ahead):
+        if at < len(up):
+            yield Pass("forward", up[at][0] * gpus + gpu, up[at][1])
+        if at >= ahead:
+            yield Pass("backward", down[at - ahead][0] * gpus + gpu, down[at - ahead][1])
 
 
-@lru_cache(maxsize=1024)
-def _cut(shape: ModelShape, pattern: tuple[int, ...], lowest: bool, highest: bool, receives: bool) -> ModelShape:
-    """Parts that are alike are one object, by which caches know them."""
-    tied = (Tensor("lm_head.weight", shape.before[0].shape),) if shape.tied and shape.before else ()
-    kinds = sorted(set(pattern))
-    return replace(
-        shape,
-        blocks=tuple(shape.blocks[kind] for kind in kinds),
-        pattern=tuple(kinds.index(kind) for kind in pattern),
-        before=shape.before if lowest else (),
-        after=(*shape.after, *tied) if highest else (),
-        tied=False,
-        receives=receives,
-        hands_on=not highest,
-    )
+def order_forward_passes(gpu: int, gpus: int, per_gpu: int, micro_batches: int) -> Iterator[Pass]:
+    """The same for an evaluation."""
+    for each in deal_rounds(gpus, micro_batches):
+        for chunk in range(per_gpu):
+            for number in each:
+                yield Pass("forward", chunk * gpus + gpu, number)
 
 
-@lru_cache(maxsize=1024)
-def _join(parts: tuple[ModelShape, ...]) -> ModelShape:
-    """What one GPU has of all its stages."""
-    if len(parts) == 1:
-        return parts[0]
-    blocks = tuple(dict.fromkeys(block for part in parts for block in part.blocks))
-    pattern = tuple(blocks.index(part.blocks[kind]) for part in parts for kind in part.pattern)
-    last = parts[-1]
-    return replace(parts[0], blocks=blocks, pattern=pattern, after=last.after, hands_on=last.hands_on)
+@lru_cache(maxsize=16)
+def order_actions(
+    gpus: int, per_gpu: int, micro_batches: int, *, backward: bool = True
+) -> tuple[tuple[Action, ...], ...]:
+    """What each GPU does for a window, or for an evaluation. Whoever sends and whoever receives come to it in the same
+    order, or each would wait for the other: so the row is played through, a pass at a time on every GPU that has what
+    it needs, and what a pass makes is sent, and made ready for, at that moment."""
+    order = order_passes if backward else order_forward_passes
+    waiting = [list(order(gpu, gpus, per_gpu, micro_batches)) for gpu in range(gpus)]
+    actions: list[list[Action]] = [[] for _ in range(gpus)]
+    done: set[Pass] = set()
+    last = gpus * per_gpu - 1
 
+    def find_source(of: Pass) -> Pass | None:
+        if of.direction == "forward":
+            return Pass("forward", of.stage - 1, of.micro_batch) if of.stage else None
+        return Pass(*(("backward", of.stage + 1) if of.stage < last else ("forward", last)), of.micro_batch)
 
-# --- the schedules --------------------------------------------------------------------------------
-
-
-def micro_batches_per_round(gpus: int, micro_batches: int) -> int | None:
-    """Of the interleaved schedule; None: torch has none for so many micro batches."""
-    rounds = max(1, micro_batches // gpus)
-    return None if micro_batches % rounds else micro_batches // rounds
-
-
-@lru_cache(maxsize=1024)
-def count_waiting(
-    gpus: int, stages: int, micro_batches: int, place: int
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """For each stage of the GPU at this place: see `Stage.waiting`, when most are."""
-    begun = [0] * stages
-    most: list[dict[Turn, tuple[int, ...]]] = [{} for _ in range(stages)]
-    for turn, number, _ in order_of(gpus, stages, micro_batches, place):
-        stage = number // gpus
-        if turn == "B":
-            begun[stage] -= 1
-        if sum(begun) >= sum(most[stage].get(turn, ())):
-            most[stage][turn] = tuple(begun)
-        if turn == "F":
-            begun[stage] += 1
-    return tuple((each["F"], each["B"]) for each in most)
-
-
-def order_of(gpus: int, stages: int, micro_batches: int, place: int) -> Iterator[tuple[Turn, int, int]]:
-    """What the GPU at this place computes in a step, one after another: the pass, the stage by its number in the
-    model, the micro batch. `stages`: of each GPU."""
-    behind, passes = gpus - 1 - place, stages * micro_batches
-    forward: list[Turn] = ["F"]
-    backward: list[Turn] = ["B"]
-    in_turn = backward + forward
-    warm_up, per_round = min(micro_batches, behind + 1), micro_batches
-    if stages > 1:
-        in_turn = forward + backward
-        per_round = micro_batches_per_round(gpus, micro_batches) or micro_batches
-        warm_up = min((stages - 1) * per_round + 2 * behind, passes)
-    done = {"F": [0] * stages, "B": [0] * stages}
-    for turn in forward * warm_up + in_turn * (passes - warm_up) + backward * warm_up:
-        counts = done[turn]
-        at = sum(counts) // per_round % stages
-        own = at if turn == "F" else stages - 1 - at
-        yield turn, own * gpus + place, counts[own]
-        counts[own] += 1
+    while any(waiting):
+        ready = [
+            gpu
+            for gpu, passes in enumerate(waiting)
+            if passes and ((source := find_source(passes[0])) is None or source in done)
+        ]
+        if not ready:
+            raise AssertionError(f"a pipeline of {gpus} GPUs, {per_gpu} stages each, stands still")
+        made = {gpu: waiting[gpu].pop(0) for gpu in ready}
+        for gpu, each in made.items():
+            actions[gpu].append(Action("run", each))
+            done.add(each)
+        for gpu, each in made.items():
+            stage = each.stage + (1 if each.direction == "forward" else -1)
+            if 0 <= stage <= last:
+                peer = stage % gpus
+                actions[gpu].append(Action("send", each, peer))
+                actions[peer].append(Action("receive", Pass(each.direction, stage, each.micro_batch), gpu))
+    return tuple(map(tuple, actions))
