@@ -714,6 +714,7 @@ class Footprint:
     gpu: GpuFootprint
     host: HostFootprint
     trainable_parameters: int
+    pipeline_gpu: int | None = None  # of a pipeline the GPU that this is of, which needs most; the first is 0
     because: tuple[Any, ...] = ()
 
 

@@ -35,6 +35,7 @@ class PipelineGpu:
     stages: tuple[Stage, ...]  # bottom to top
     shape: ModelShape  # of all its stages
     frozen: int
+    tied_numel: int  # of a copy of a tied embedding
 
     def count_recomputing(self, layers: int | None) -> int:
         """`layers`: of each stage; None: all."""
@@ -70,8 +71,9 @@ def _lay_out(
             found[key] = replace(found[key], alike=found[key].alike + 1)
             continue
         waiting = count_waiting(gpus, stages, micro_batches, place)
+        tied = shape.before[0].numel if shape.tied and place in (0, gpus - 1) else 0
         made = [Stage(*each) for each in zip(own, parts, held, waiting, strict=True)]
-        found[key] = PipelineGpu(place, 1, tuple(made), _join(parts), sum(held))
+        found[key] = PipelineGpu(place, 1, tuple(made), _join(parts), sum(held), tied)
     return tuple(found.values())
 
 
