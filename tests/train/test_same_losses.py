@@ -44,6 +44,8 @@ GROUPS = {"shard_within": 2, "micro_batch": 1}
 """Four ranks, two and two."""
 SHARED = {"sequence_parallel": 2, "precision": "fp32"}
 """Four ranks, of which two and two share each sequence."""
+SHARED_LAYERS = {"engine": "fsdp2", "precision": "fp32", "tensor_parallel": 2}
+"""Four ranks, of which two and two share each layer."""
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
@@ -71,6 +73,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 shares sequences of four": {"engine": "zero3", "precision": "fp32", "sequence_parallel": 4},
     "fsdp2 lora shares sequences": {"engine": "fsdp2", **SHARED, **LORA},
     "zero3 lora shares sequences": {"engine": "zero3", **SHARED, **LORA, "checkpointing": "select:qkv,mlp"},
+    "fsdp2 shares layers": {**SHARED_LAYERS},
+    "fsdp2 shares layers, bf16": {**SHARED_LAYERS, "precision": "bf16", "checkpointing": "full"},
+    "fsdp2 shares layers, fused": {**SHARED_LAYERS, "loss": "fused", "checkpointing": "full"},
+    "fsdp2 shares layers, offloaded": {**SHARED_LAYERS, "offload_param": "cpu", "checkpointing": "full+offload"},
+    "fsdp2 shares layers in groups": {**SHARED_LAYERS, **GROUPS, "checkpointing": "none"},
+    "fsdp2 lora shares layers": {**SHARED_LAYERS, **LORA},
     "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
     "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
     "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
@@ -111,7 +119,7 @@ SLOW = (
     *(
         way
         for way in WAYS
-        if "shares sequences" in way and way not in ("fsdp2 shares sequences", "zero2 shares sequences")
+        if " shares " in way and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers")
     ),
 )
 """What another way covers nearly as well."""
@@ -148,7 +156,9 @@ def run_well(folder: Path, *options: str) -> Ran:
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
-    folder = write(tmp_path, 4 if {"shard_within", "sequence_parallel"} & WAYS[way].keys() else 2, **WAYS[way])
+    folder = write(
+        tmp_path, 4 if {"shard_within", "sequence_parallel", "tensor_parallel"} & WAYS[way].keys() else 2, **WAYS[way]
+    )
     expected, norms = reference(folder, WAYS[way])
     ran = run_well(folder, *(["--no-probe"] if way in UNPROBED else []))
     tolerance = TOLERANCE[{**FULL, **WAYS[way]}["precision"]]

@@ -12,6 +12,8 @@ from tightfit.train.place import Place
 from tightfit.types import Levers
 
 STAGES, COPIES, SHARDS, TENSOR = "stages", "copies", "shards", "tensor"
+ALL = "shards and tensor"
+"""Ranks that together have all of a copy, where some of them share layers."""
 
 
 def make_mesh(levers: Levers, place: Place) -> DeviceMesh:
@@ -19,4 +21,12 @@ def make_mesh(levers: Levers, place: Place) -> DeviceMesh:
     shards, stages, tensor = levers.shards(place.world), levers.pipeline_parallel, levers.tensor_parallel
     sizes = {STAGES: stages, COPIES: place.world // (stages * shards * tensor), SHARDS: shards, TENSOR: tensor}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == SHARDS}
+    return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def make_mesh_of_all(levers: Levers, place: Place) -> DeviceMesh:
+    """The same ranks for what is not cut within layers: all of a copy share it."""
+    stages, whole = levers.pipeline_parallel, levers.shards(place.world) * levers.tensor_parallel
+    sizes = {STAGES: stages, COPIES: place.world // (stages * whole), ALL: whole}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == ALL}
     return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
