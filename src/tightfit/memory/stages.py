@@ -49,7 +49,7 @@ def split_layers(shape: ModelShape, levers: Levers) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], layers], strict=True))
 
 
-def find_fullest(levers: Levers) -> int:
+def find_fullest(shape: ModelShape, levers: Levers) -> int:
     """The GPU of the row that needs most memory. The first has the embedding, and most micro batches in flight."""
     return 0
 

@@ -149,10 +149,16 @@ def body_of(model: Any) -> Any:
 
 def layers_of(model: Any) -> list[nn.Module]:
     """The decoder's layers, bottom to top."""
+    return list(number_layers(model).values())
+
+
+def number_layers(model: Any) -> dict[int, nn.Module]:
+    """The same by their numbers in the whole model: a stage of a pipeline has some of them."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ModelError(Message("train.no-layers", model=type(model).__name__))
-    return max((list(each) for each in lists), key=len)
+    found = max(lists, key=lambda each: (hasattr(each, "is_cut"), len(each)))
+    return {int(number): layer for number, layer in found._modules.items() if layer is not None}
 
 
 def replace_meta(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:

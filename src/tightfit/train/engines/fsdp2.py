@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
@@ -26,7 +26,7 @@ from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
-from tightfit.train.mesh import SHARDS, make_mesh
+from tightfit.train.mesh import SHARDS, share_mesh
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
@@ -34,9 +34,10 @@ UNMARKED = nullcontext()
 """In place of a mark that nobody reads."""
 
 
-def shard(model: Any, levers: Levers, place: Place) -> None:
-    """Shard in place; the model may be on the meta device, and then has its values yet to come."""
-    mesh = make_mesh(levers, place)
+def shard(model: Any, levers: Levers, mesh: DeviceMesh, place: Place) -> None:
+    """Shard in place; the model may be on the meta device, and then has its values yet to come. `mesh`: the grid of all
+    ranks."""
+    mesh = share_mesh(mesh)
     flat = mesh.mesh_dim_names == (SHARDS,)
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
@@ -47,10 +48,11 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.on_gpu and levers.buckets.pin_memory)
     body, groups = body_of(model), list[Any](layers_of(model))
     head, embedding = body.get_output_embeddings(), body.get_input_embeddings()
-    if head.weight is not embedding.weight:
+    weight, tied = (getattr(each, "weight", None) for each in (head, embedding))  # another GPU may have either
+    if weight is not tied:
         inner = getattr(body, body.base_model_prefix)
         norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
-        groups = [embedding, *groups, [*norms, head]]
+        groups = [*([] if tied is None else [embedding]), *groups, *([] if weight is None else [[*norms, head]])]
     for group in (*groups, model):
         fully_shard(group, **options)
     if place.on_gpu and flat:  # of groups, what is summed up between their turns is freed while it is read
@@ -109,26 +111,31 @@ class Fsdp2(ScaledEngine):
         self._optimizer: optimizers.LocalParts = made
         mesh = next(iter(self.model.parameters())).device_mesh
         self._has_copies = mesh.ndim > 1
-        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that together have all of the model, once
+        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that share a copy of these layers
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._set_reduction(last=last)
+        super().backward(loss, last=last)
+
+    def _set_reduction(self, *, last: bool) -> None:
         if self._has_copies:  # what others have of the same is added once, to the sum of the window
             self.model.set_requires_all_reduce(last)
-        super().backward(loss, last=last)
 
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
         self._scaler.unscale_(self._optimizer)
-        reduce = None if self._place.is_alone else partial(dist.all_reduce, group=self._sharing)
-        return self._launch(self._optimizer.grads(), reduce)
+        return self._launch(self._optimizer.grads(), None if self._place.is_alone else self._add_up)
+
+    def _add_up(self, norm: Tensor) -> None:
+        """Over the ranks that together have all of the model, once."""
+        dist.all_reduce(norm, group=self._sharing)
 
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)
         return self._states_per_parameter(self._optimizer.state, {}, write=write)
 
     def shapes(self) -> Shapes:
-        whole = {shard.path: shard.shape for shard in self._trainable()}
-        return dict.fromkeys(moments(self._levers.optimizer), whole)
+        return dict.fromkeys(moments(self._levers.optimizer), self.trained())
 
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         shards = self._trainable()
