@@ -199,12 +199,22 @@ def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, eng
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [False, True])
-def test_shared_sequences_are_packed_counted_and_evaluated_alike(tmp_path: Path, packing: bool) -> None:
+@pytest.mark.parametrize(
+    ("engine", "layout", "packing"),
+    [
+        ("ddp", "sequence_parallel", False),
+        ("ddp", "sequence_parallel", True),
+        ("fsdp2", "pipeline_parallel", False),
+        ("fsdp2", "pipeline_parallel", True),
+    ],
+)
+def test_ranks_that_read_the_same_pack_count_and_evaluate_alike(
+    tmp_path: Path, engine: str, layout: str, packing: bool
+) -> None:
     """Of a length that does not divide, too."""
     found = {}
     for ranks in (1, 2):
-        flags = {"engine": "ddp", "precision": "fp32", "seq": 125, "sequence_parallel": ranks, "packing": packing}
+        flags = {"engine": engine, "precision": "fp32", "seq": 125, layout: ranks, "packing": packing}
         ran = run_well(edit(write(tmp_path / str(ranks), ranks, **flags), evaluation__split=0.2), "--no-probe")
         counted = [each["tokens"] for each in ran.of("step")]
         found[ranks] = counted, [*ran.losses, *(each["loss"] for each in ran.of("eval"))]

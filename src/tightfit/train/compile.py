@@ -120,7 +120,7 @@ class Compiler:
         store = HostStore(device, self.warn) if how.offload else None
         within, layers, kinds = 0, number_layers(model), self._kinds
         layer: Any
-        for index, layer in layers.items():
+        for index, layer in layers:
             contexts = inside(layer, index, how)
             is_chosen = how.layers is None or index < how.layers  # the others recompute elementwise work at most
             within += is_chosen and contexts is not None
@@ -129,7 +129,7 @@ class Compiler:
                 kinds[key] = LayerKind(type(layer).__name__, contexts, self)
             layer.forward = partial(kinds[key].run, layer)
             if store is not None:
-                sends = is_chosen and index < max(layers)
+                sends = is_chosen and index < len(layers) - 1
                 layer.forward = partial(store.run, kinds[key].run, sends, index, layer)
         return within
 

@@ -47,26 +47,25 @@ _KERNELS = frozenset({"flash_attn", "flash_attn_3", "tightfit", "mamba_ssm", "ca
 def recompute(model: Any, how: Checkpointing) -> int:
     """Activation checkpointing: switch it on; the number of layers that recompute.
 
-    Hugging Face's layers checkpoint themselves; the lowest K do so for `layers:K`, since what they keep would wait
-    longest. With `full+offload` the inputs go to the host: torch saves them through the hooks that are active when the
-    checkpoint is entered, while everything inside goes through the checkpoint's own.
+    Hugging Face's layers checkpoint themselves; the lowest K do so for `layers:K`, of each stage where there are some,
+    since what they keep would wait longest. With `full+offload` the inputs go to the host: torch saves them through the
+    hooks that are active when the checkpoint is entered, while everything inside goes through the checkpoint's own.
     """
     if how.layers == 0:
         return 0
     body, layers = body_of(model), number_layers(model)
     body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    chosen = {index for index in layers if how.layers is None or index < how.layers}
-    wanted = len(chosen)
-    if not all(hasattr(layer, "gradient_checkpointing") for layer in layers.values()):
+    wanted = sum(how.layers is None or index < how.layers for index, _ in layers)
+    if not all(hasattr(layer, "gradient_checkpointing") for _, layer in layers):
         if wanted != len(layers) or how.offload:
             raise ConfigError(Message("train.cannot-recompute-some", model=type(body).__name__))
         return wanted
     layer: Any
-    for index, layer in layers.items():
-        layer.gradient_checkpointing = index in chosen
+    for index, layer in layers:
+        layer.gradient_checkpointing = how.layers is None or index < how.layers
         if how.offload:
             layer._gradient_checkpointing_func = on_the_host
-        elif how.select and index in chosen and has_parts(layer):
+        elif how.select and layer.gradient_checkpointing and has_parts(layer):
             layer._gradient_checkpointing_func = Selection(layer, how.select).run
     return wanted
 

@@ -54,8 +54,6 @@ class Stages:
 class StageLayers(nn.ModuleList):
     """The layers of some stages, under their numbers. While a stage runs it is as long as the whole model's."""
 
-    is_cut = True
-
     def __init__(self, layers: Sequence[nn.Module], stages: Stages) -> None:
         super().__init__()
         self._stages, self._whole = stages, len(layers)
@@ -63,6 +61,11 @@ class StageLayers(nn.ModuleList):
             if stages.holds(number):
                 self._modules[str(number)] = layer
         self._passed = {number: _Passed(layer) for number, layer in enumerate(layers) if not stages.holds(number)}
+
+    @property
+    def depths(self) -> list[int]:
+        """The number of each layer within its stage."""
+        return [depth for stage in self._stages.own for depth in range(len(self._stages.layers[stage]))]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._modules.values() if self._stages.now is None else self._run())

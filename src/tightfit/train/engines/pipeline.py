@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tightfit.memory.stages import Direction, Pass, order_actions
 from tightfit.train import optimizers
-from tightfit.train.build import DTYPES, body_of, number_layers
+from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Watch
 from tightfit.train.engines.fsdp2 import Fsdp2
@@ -245,9 +245,9 @@ class Pipeline(Fsdp2):
 def order_gathering(model: Any, stages: Stages) -> None:
     """A layer's backward pass gathers the one below it. FSDP2 would look for that in the order of the forward passes,
     which are those of another micro batch by then."""
-    layers, body = number_layers(model), body_of(model)
+    layers, body = iter(layers_of(model)), body_of(model)
     for stage in stages.own:
-        chain: list[Any] = [layers[number] for number in stages.layers[stage]]
+        chain: list[Any] = [next(layers) for _ in stages.layers[stage]]
         if stage == 0:
             chain.insert(0, body.get_input_embeddings())
         if stage == stages.last:
