@@ -13,6 +13,7 @@ from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import Components, MemoryJob, combine, make_job, worst
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
+from tightfit.memory.weights import of_whole_model
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
 __all__ = ["Floor", "Scale", "Totals", "estimate", "required_bytes", "totals_of"]
@@ -58,7 +59,8 @@ def estimate(
     engine_says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
     usable = (overhead.usable(gpu.memory_bytes, on_gpu.overhead),) if gpu else ()
     because = (*overhead.reasons(phases, on_gpu.peak_phase, engine_says), *usable)
-    return Footprint(gpu=on_gpu, host=of_host, trainable_parameters=job.weights.trainable_numel, because=because)
+    trainable = of_whole_model(shape, levers).trainable_numel
+    return Footprint(gpu=on_gpu, host=of_host, trainable_parameters=trainable, because=because)
 
 
 def sum_up(
