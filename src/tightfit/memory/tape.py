@@ -99,7 +99,9 @@ class LayerCost:
     backward_kept: int = 0  # the same where its weight gradients stay until the step (unsharded, ZeRO-1)
     weight_grads: int = 0
     input_grad: int = 0
-    asking: int = 0  # gradients that are there when the backward pass first asks for what was kept
+    asking: int = 0
+    """Gradients of all tokens that are there when the backward pass first asks for what was kept, where ranks share the
+    layer; with that of its output."""
     small: int = 0  # of `saved`, in tensors below `SMALLEST_MOVED_BYTES`; known of compiled layers alone
     arrivals: tuple[tuple[int, int], ...] = ()
     """Each weight gradient in the order in which it arrives: its bytes, and what is held right then beside it."""
@@ -316,7 +318,7 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
     arrivals: list[tuple[int, int]] = []
     live = peak = peak_kept = so_far.saved + layer_output.size
     weight_grads = 0
-    asking: int | None = None
+    asking: int | None = None if any([op.access == "sent" for op in ops]) else 0
     arrives_in: list[int] = []
     borders = [border for _, since, until in reversed(tape.calls) for border in (until, since)]
     passed: list[int] = []
