@@ -30,3 +30,10 @@ def make_mesh_of_all(levers: Levers, place: Place) -> DeviceMesh:
     sizes = {STAGES: stages, COPIES: place.world // (stages * whole), ALL: whole}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == ALL}
     return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def share_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Of the ranks with the same layers: those that share a copy of them, and the groups with a copy each."""
+    names = mesh.mesh_dim_names or ()
+    kept = tuple(name for name in names if name in (COPIES, SHARDS, ALL))
+    return mesh if kept == names else mesh[kept]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,7 +26,7 @@ from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
-from tightfit.train.mesh import COPIES, SHARDS, TENSOR, make_mesh, make_mesh_of_all
+from tightfit.train.mesh import COPIES, TENSOR, make_mesh_of_all, share_mesh
 from tightfit.train.place import Place
 from tightfit.train.tensor import share_layers, uncut_modules
 from tightfit.types import ConfigError, Levers
@@ -36,14 +35,13 @@ UNMARKED = nullcontext()
 """In place of a mark that nobody reads."""
 
 
-def shard(model: Any, levers: Levers, place: Place) -> None:
-    """Shard in place; the model may be on the meta device, and then has its values yet to come."""
-    mesh = make_mesh(levers, place)
-    has_copies = COPIES in (mesh.mesh_dim_names or ())
-    all_of_copy = shares = mesh[COPIES, SHARDS] if has_copies else mesh[SHARDS]
+def shard(model: Any, levers: Levers, mesh: DeviceMesh, place: Place) -> None:
+    """Shard in place; the model may be on the meta device, and then has its values yet to come. `mesh`: the grid of all
+    ranks."""
+    all_of_copy = shares = share_mesh(mesh)
     if levers.tensor_parallel > 1:
         share_layers(model, mesh[TENSOR])
-        all_of_copy = make_mesh_of_all(levers, place)
+        all_of_copy = share_mesh(make_mesh_of_all(levers, place))
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
     working, wide = DTYPES[levers.precision], torch.float32
@@ -57,13 +55,16 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
             fully_shard(uncut_modules(layer), mesh=all_of_copy, reshard_after_forward=False, **options)
     head, embedding = body.get_output_embeddings(), body.get_input_embeddings()
     groups: list[tuple[Any, DeviceMesh]] = [(layer, shares) for layer in layers]
-    if head.weight is not embedding.weight:
+    weight, tied = (getattr(each, "weight", None) for each in (head, embedding))  # another GPU may have either
+    if weight is not tied:
         inner = getattr(body, body.base_model_prefix)
         norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
-        groups = [(embedding, all_of_copy), *groups, ([*norms, head], all_of_copy)]
+        below, above = [] if tied is None else [embedding], [] if weight is None else [[*norms, head]]
+        groups = [*((each, all_of_copy) for each in below), *groups, *((each, all_of_copy) for each in above)]
     for group, ranks in (*groups, (model, all_of_copy)):
         fully_shard(group, mesh=ranks, **options)
-    if place.on_gpu and not has_copies:  # of groups, what is summed up between their turns is freed while it is read
+    # Of groups, what is summed up between their turns is freed while it is read.
+    if place.on_gpu and COPIES not in (shares.mesh_dim_names or ()):
         reduce_into_common_pool(model)
     mark_for_profilers()
 
@@ -117,23 +118,30 @@ class Fsdp2(ScaledEngine):
         made = optimizers.make_optimizer(levers.optimizer, groups, fused=True)
         assert isinstance(made, optimizers.LocalParts)
         self._optimizer: optimizers.LocalParts = made
-        # What stands outside of layers is cut over all ranks that together have all of the model, once.
-        mesh = body_of(model).get_input_embeddings().weight.device_mesh
+        params: list[Any] = list(model.parameters())
+        self._shared = [param for param in params if TENSOR in param.device_mesh.mesh_dim_names]
+        # Of shared layers, what is not cut within them is cut over all ranks that together have all of them.
+        mesh = next(param.device_mesh for param in params if TENSOR not in param.device_mesh.mesh_dim_names)
         self._has_copies = mesh.ndim > 1
-        self._sharing = mesh.get_group(mesh.ndim - 1)
-        self._shared = [param for param in model.parameters() if TENSOR in param.device_mesh.mesh_dim_names]
+        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that share a copy of these layers
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._set_reduction(last=last)
+        super().backward(loss, last=last)
+
+    def _set_reduction(self, *, last: bool) -> None:
         if self._has_copies:  # what others have of the same is added once, to the sum of the window
             self.model.set_requires_all_reduce(last)
-        super().backward(loss, last=last)
 
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
         self._average_shared()
         self._scaler.unscale_(self._optimizer)
-        reduce = None if self._place.is_alone else partial(dist.all_reduce, group=self._sharing)
-        return self._launch(self._optimizer.grads(), reduce)
+        return self._launch(self._optimizer.grads(), None if self._place.is_alone else self._add_up)
+
+    def _add_up(self, norm: Tensor) -> None:
+        """Over the ranks that together have all of the model, once."""
+        dist.all_reduce(norm, group=self._sharing)
 
     def _average_shared(self) -> None:
         """The loss is scaled for a mean over all ranks. What ranks that share layers have cut is reduced over the
@@ -155,8 +163,7 @@ class Fsdp2(ScaledEngine):
         return self._states_per_parameter(self._optimizer.state, {}, write=write)
 
     def shapes(self) -> Shapes:
-        whole = {shard.path: shard.shape for shard in self._trainable()}
-        return dict.fromkeys(moments(self._levers.optimizer), whole)
+        return dict.fromkeys(moments(self._levers.optimizer), self.trained())
 
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         shards = self._trainable()
