@@ -241,7 +241,7 @@ class Card(NamedTuple):
     kernel_start_s: float
     unpacking: float  # bytes/s of 16-bit weights written from 4-bit ones
     scan_back: float  # steps/s of our scan backward, where its kernels in CUDA would do if the card runs them
-    exchange: float = inf  # bytes/s of what ranks that share a sequence send each other around attention
+    exchange: float = inf  # bytes/s of what ranks that share sequences or layers send each other inside of a layer
     exchange_start_s: float = 0.0
 
 
@@ -290,13 +290,16 @@ class Knowledge(NamedTuple):
     known: Mapping[str, Known]
 
 
-def with_exchange(rates: Rates, hardware: Hardware, parts: int, *, rehearsal: bool = False) -> Rates:
-    """The same for ranks of which so many share a sequence."""
-    if parts == 1 or rehearsal:
+def with_exchange(rates: Rates, hardware: Hardware, levers: Levers, *, rehearsal: bool = False) -> Rates:
+    """The same for ranks of which some share sequences, or layers."""
+    ranks = levers.sequence_parallel * levers.tensor_parallel
+    if ranks == 1 or rehearsal:
         return rates
-    across = parts > hardware.gpus_per_node
-    # what leaves a node passes its network, together with what its other GPUs send
-    speed = min(rates.link, rates.network / hardware.gpus_per_node) if across else rates.link
+    across = hardware.nodes > 1 and hardware.gpus_per_node % ranks > 0
+    # Of what is sent for a sequence, to each rank its own, most leaves a node through its network, together with what
+    # its other GPUs send; what is gathered and scattered for a layer passes it once, as in a ring.
+    network = rates.network / (hardware.gpus_per_node if levers.sequence_parallel > 1 else 1)
+    speed = min(rates.link, network) if across else rates.link
     start = rates.network_latency_s if across else rates.link_latency_s
     return rates._replace(card=rates.card._replace(exchange=speed, exchange_start_s=start))
 

@@ -228,10 +228,10 @@ class OwnTrainer:
             done = Message("runs.leftovers-gone", size=freed / 1e6) if freed else Message("runs.room-again")
             return replace(decision, because=done)
         if decision.action == "older checkpoint":
-            newest = self.kept_step or 0
+            kept = self.kept_step or 0
             for folder in checkpoints.newest_first(self.folder.path):
                 with suppress(checkpoints.Torn):
-                    if checkpoints.checked(folder).step >= newest:
+                    if checkpoints.checked(folder).step >= kept:
                         continue
                     self.older = folder
                     why = Message("runs.goes-back", why=decision.because, name=folder.name)

@@ -62,7 +62,7 @@ from tightfit.train.saved_model import (
     adapter_files,
     model_files,
 )
-from tightfit.train.shards import Shard, outline, plain_name, shards
+from tightfit.train.shards import Shard, plain_name, shards
 from tightfit.train.sources import adapter_name, name_parts, names_of, rename_pieces
 
 SLACK_BYTES = 64 * 2**20  # for config, tokenizer, manifest, and what a file system needs for itself
@@ -275,11 +275,12 @@ class Saver:
 
 
 def turn_of(nodes: Nodes, number: int, held: Shard | State, *, alike: bool) -> Turn:
-    """Whether this rank writes the range of that number. `alike`: every rank holds it."""
+    """Whether this rank writes the range of that number. `alike`: every rank holds it. Ranks that have columns of the
+    same rows make pieces of them together, so all or none of them must write: such a part is written once."""
     every = range(len(nodes.of_rank))
     if alike:
         return nodes.turn(number, every)
-    if not nodes.are_apart or not held.holders:
+    if not nodes.are_apart or not held.holders or held.columns is not None:
         return None if held.is_copy else "first"
     return nodes.turn(number, held.holders)
 
@@ -288,46 +289,54 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, nodes: Node
     """What `from_pretrained` reads, or PEFT where adapters train; every rank writes its own part."""
     model = made.engine.model
 
-    def own() -> Iterator[tuple[Shard, bool]]:
-        """This rank's part of what is sharded, and its turn of what every rank holds whole; and whether another node
-        writes the same."""
+    def own() -> Iterator[tuple[Shard, Turn]]:
+        """This rank's part of what is sharded, and its turn of what every rank holds whole."""
         for number, shard in enumerate(shards(model, nodes.rank)):
             if turn := turn_of(nodes, number, shard, alike=not shard.cut):
-                yield shard, turn == "again"
+                yield shard, turn
 
     if config.levers.lora is not None:
         base = config.model.weights or config.model.name
         metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
-        beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)
-        adapters = [shard for shard in outline(model, nodes.rank) if ".lora_" in shard.path]
+        beside = adapter_files(made.whole.peft_config["default"], base, tokenizer=tokenizer)
+        adapters = made.engine.trained().items()
         return TensorSet(
-            names={adapter_name(shard.path): (shard.shape, torch.float32) for shard in adapters},
+            names={adapter_name(path): (shape, torch.float32) for path, shape in adapters},
             pieces=lambda: (
-                TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor, again)
-                for shard, again in own()
-                if ".lora_" in shard.path
+                piece_of(adapter_name(shard.path), shard, turn) for shard, turn in own() if ".lora_" in shard.path
             ),
             style=replace(ADAPTER, beside=beside, metadata=metadata),
         )
     dtype = DTYPES[config.levers.precision]
     parts = name_parts(made.twin)
-    kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}  # as their authors chose
+    kinds = dict(made.buffers)
+    stage_ranks = config.levers.stage_ranks(len(nodes.of_rank))
+    first = nodes.rank // stage_ranks * stage_ranks
+    alike = range(first, first + stage_ranks)  # the ranks that have the same layers
     for name, param in made.twin.named_parameters(remove_duplicate=False):
         kinds[name] = dtype if param.dtype.is_floating_point else param.dtype
 
     def pieces() -> Iterator[TensorPiece]:
         kept = set(made.twin.state_dict())
-        turn = nodes.turn(0, range(len(nodes.of_rank)))  # buffers are the same on every rank
+        turn = nodes.turn(0, alike)  # buffers are the same on every rank that has them
         buffers = (
             TensorPiece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1), turn == "again")
             for name, buffer in model.named_buffers()
             if turn and name in kept
         )
-        mine = (TensorPiece(shard.name, shard.shape, shard.start, shard.tensor, again) for shard, again in own())
+        mine = (piece_of(shard.name, shard, turn) for shard, turn in own())
         return rename_pieces(chain(buffers, mine), parts)
 
     beside = model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer)
     return TensorSet(names=names_of(parts, kinds.__getitem__), pieces=pieces, style=FileStyle(beside=beside))
+
+
+def piece_of(name: str, held: Shard | State, turn: Turn) -> TensorPiece:
+    """What this rank writes of a part: all of it, or if it has some columns alone, a share of these rows whole."""
+    start, tensor = held.start, held.tensor
+    if held.columns is not None:
+        start, tensor = held.columns.join(tensor, start)
+    return TensorPiece(name, held.shape, start, tensor, turn == "again")
 
 
 def state_name(path: str) -> str:
@@ -340,8 +349,7 @@ def state_set(engine: Engine, nodes: Nodes, *, masters: bool) -> TensorSet | Non
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
-        trained = (shard for shard in outline(engine.model, nodes.rank) if shard.parameter.requires_grad)
-        shapes = {MASTER: {shard.path: shard.shape for shard in trained}, **shapes}
+        shapes = {MASTER: engine.trained(), **shapes}
     names: Names = {
         f"{kind}/{state_name(path)}": (shape, torch.float32)
         for kind, held in shapes.items()
@@ -354,12 +362,10 @@ def state_set(engine: Engine, nodes: Nodes, *, masters: bool) -> TensorSet | Non
         if masters and not apart:
             for number, shard in enumerate(shards(engine.model, nodes.rank)):
                 if shard.parameter.requires_grad and (turn := turn_of(nodes, number, shard, alike=not shard.cut)):
-                    name = f"{MASTER}/{state_name(shard.path)}"
-                    yield TensorPiece(name, shard.shape, shard.start, shard.tensor, turn == "again")
+                    yield piece_of(f"{MASTER}/{state_name(shard.path)}", shard, turn)
         for number, state in enumerate(engine.states(write=False)):
             turn = turn_of(nodes, number, state, alike=state.alike)
             if turn and (masters or state.kind != MASTER):
-                name = f"{state.kind}/{state_name(state.path)}"
-                yield TensorPiece(name, state.shape, state.start, state.tensor, turn == "again")
+                yield piece_of(f"{state.kind}/{state_name(state.path)}", state, turn)
 
     return TensorSet(names=names, pieces=pieces, style=FileStyle(stem=f"{OPTIMIZER}/states"))

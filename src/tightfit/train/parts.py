@@ -322,14 +322,18 @@ def write_on_first(folder: Path, model: TensorSet, place: Place, nodes: Nodes) -
 
 
 def _send(pieces: Iterable[TensorPiece], names: Names, group: Any) -> None:
+    """All are made before the first is sent: other ranks may need this one to make theirs, and rank 0 takes all of one
+    rank before those of the next."""
     numbers = {name: number for number, name in enumerate(names)}
-    for piece in pieces:
-        dtype, flat = names[piece.name][1], piece.tensor.detach().reshape(-1)
-        step = max(1, HOST_BYTES // max(flat.dtype.itemsize, dtype.itemsize))
+    made = [
+        (piece.name, piece.start, piece.tensor.detach().reshape(-1).to("cpu", names[piece.name][1], copy=True))
+        for piece in pieces
+    ]
+    for name, start, flat in made:
+        step = HOST_BYTES // flat.dtype.itemsize
         for low in range(0, flat.numel(), step):
-            part = flat[low : low + step].to(device="cpu", dtype=dtype).contiguous()
-            head = torch.tensor([numbers[piece.name], piece.start + low, part.numel()])
-            dist.send(head, 0, group=group, tag=PIECE)
+            part = flat[low : low + step]
+            dist.send(torch.tensor([numbers[name], start + low, part.numel()]), 0, group=group, tag=PIECE)
             dist.send(part.view(torch.uint8), 0, group=group, tag=PIECE)
     dist.send(torch.tensor([ENOUGH, 0, 0]), 0, group=group, tag=PIECE)
 
