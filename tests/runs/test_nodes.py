@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from desks import wait_until
 from faulty_training import Trained, same_course
-from several_nodes import Link, TwoNodes, children
+from several_nodes import Link, TwoNodes, children, run_tool
 
 from tightfit.runs.processes import is_alive
 from tightfit.runs.records import read_attempts
@@ -235,3 +236,23 @@ def test_a_link_that_is_down_from_the_beginning(tmp_path: Path, link: Link) -> N
     assert trained.err.startswith("tightfit: node 1 did not arrive at 10.213.7.1, port 29631, within 5 seconds")
     assert said.startswith("tightfit: node 0 did not answer at 10.213.7.1, port 29631, for 5 seconds")
     assert trained.err.count("\n") == said.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nftables")
+@pytest.mark.parametrize(
+    ("node", "eaten", "sentence"),
+    [
+        (0, "tcp dport 29640", "does not reach port 29640 of 10.213.7.1, at which the ranks meet (timed out)"),
+        (1, "tcp dport 1024-65535 tcp flags & (syn | ack) == syn", "does not reach"),
+    ],
+)
+def test_a_firewall_that_eats_ports(tmp_path: Path, link: Link, node: int, eaten: str, sentence: str) -> None:
+    hook = "add table inet f; add chain inet f i { type filter hook input priority 0; }"
+    run_tool("ip", "netns", "exec", link.namespaces[node], "nft", f"{hook}; add rule inet f i {eaten} drop")
+    nodes = TwoNodes(tmp_path, 29640, link.ADDRESSES[0], link.namespaces)
+    trained, code, _ = nodes.train()
+    assert (trained.code, code) == (2, 2)
+    assert sentence in trained.err
+    assert "(timed out)" in trained.err
+    assert trained.err.count("\n") == 1

@@ -359,12 +359,14 @@ def _is_literal(address: str) -> bool:
 
 def find_interface(address: str) -> str | None:
     """The network interface of this machine that has an address; None: none has, or it cannot be told."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _LISTS, asked)[20:24]) == address:
-                    return name
+    return next((name for _, name in socket.if_nameindex() if find_address(name) == address), None)
+
+
+def find_address(interface: str) -> str | None:
+    """The address of a network interface of this machine; None: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        asked = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _LISTS, asked)[20:24])
     return None
 
 

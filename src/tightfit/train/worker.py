@@ -37,6 +37,7 @@ from tightfit.train.nodes import Nodes, find_nodes
 from tightfit.train.parts import write_on_first
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, PlanProof, probe, proofs, recomputation
+from tightfit.train.reach import check_reach
 from tightfit.train.resume import FoundCheckpoint
 from tightfit.train.sources import open_weights
 from tightfit.train.sources_hub import find_weights
@@ -155,6 +156,8 @@ class Worker:
         """One rank a node fetches and tokenises; the others wait, and open what it made. Then all wait for all: a group
         would not have the patience for a node that downloads longer than the others."""
         try:
+            if self.config.world.nodes > 1 and not self.place.is_alone:
+                check_reach(store, self.place, inherited({}))
             if self.place.local_rank > 0:
                 _wait_for(store, _node())
             source, weights = self.config.model, None
