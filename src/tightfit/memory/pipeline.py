@@ -57,6 +57,12 @@ def lay_out(shape: ModelShape, levers: Levers) -> tuple[PipelineGpu, ...]:
     return _lay_out(shape, split_layers(shape, levers), *key, 0 if adapts else levers.frozen_layers)
 
 
+def count_depths(shape: ModelShape, levers: Levers) -> int:
+    """How many layers can recompute: `layers:K` are the lowest K of the model, and in a pipeline those of each stage,
+    since all wait for the slowest."""
+    return shape.n_layers if levers.pipeline_parallel == 1 else max(map(len, split_layers(shape, levers)))
+
+
 @lru_cache(maxsize=256)
 def _lay_out(
     shape: ModelShape, layers: tuple[range, ...], gpus: int, stages: int, micro_batches: int, frozen: int
