@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from plain import plain_losses, plain_steps, write_examples
 from running import Ran, edit, run_ranks, write_plan
+from small_models import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 
 from tightfit.hardware.machine import read_text
 
@@ -44,10 +45,13 @@ GROUPS = {"shard_within": 2, "micro_batch": 1}
 """Four ranks, two and two."""
 SHARED = {"sequence_parallel": 2, "precision": "fp32"}
 """Four ranks, of which two and two share each sequence."""
+OF_FOUR = {"shard_within", "sequence_parallel", "expert_parallel"}
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
 MAMBA = {"model": "tiny_mamba", "precision": "fp32", "seq": 48}
+EXPERTS = {"model": MIXTRAL, "engine": "fsdp2", "precision": "fp32", "expert_parallel": 2}
+"""Four ranks, of which two and two share the experts of each layer."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"engine": "ddp"},
@@ -71,6 +75,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 shares sequences of four": {"engine": "zero3", "precision": "fp32", "sequence_parallel": 4},
     "fsdp2 lora shares sequences": {"engine": "fsdp2", **SHARED, **LORA},
     "zero3 lora shares sequences": {"engine": "zero3", **SHARED, **LORA, "checkpointing": "select:qkv,mlp"},
+    "shares experts": EXPERTS,
+    "shares experts, others of a token": {**EXPERTS, "model": QWEN3_MOE, "checkpointing": "full"},
+    "shares experts beside a common one": {**EXPERTS, "model": QWEN2_MOE, "checkpointing": "select:mlp"},
+    "shares experts of four": {**EXPERTS, "expert_parallel": 4, "loss": "fused", "checkpointing": "none"},
+    "shares experts in groups": {**EXPERTS, **GROUPS},
+    "shares experts and sequences": {**EXPERTS, **SHARED},
+    "shares experts, offloaded": {**EXPERTS, "offload_param": "cpu"},
+    "shares experts in bf16": {**EXPERTS, "precision": "bf16"},
+    "shares experts, lora": {**EXPERTS, **LORA, "model": QWEN2_MOE},
     "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
     "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
     "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
@@ -111,7 +124,10 @@ SLOW = (
     *(
         way
         for way in WAYS
-        if "shares sequences" in way and way not in ("fsdp2 shares sequences", "zero2 shares sequences")
+        if way.startswith("shares experts ")
+        or way.startswith("shares experts,")
+        or ("shares sequences" in way
+        and way not in ("fsdp2 shares sequences", "zero2 shares sequences"))
     ),
 )
 """What another way covers nearly as well."""
@@ -148,7 +164,7 @@ def run_well(folder: Path, *options: str) -> Ran:
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
-    folder = write(tmp_path, 4 if {"shard_within", "sequence_parallel"} & WAYS[way].keys() else 2, **WAYS[way])
+    folder = write(tmp_path, 4 if OF_FOUR & WAYS[way].keys() else 2, **WAYS[way])
     expected, norms = reference(folder, WAYS[way])
     ran = run_well(folder, *(["--no-probe"] if way in UNPROBED else []))
     tolerance = TOLERANCE[{**FULL, **WAYS[way]}["precision"]]

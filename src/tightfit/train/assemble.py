@@ -142,14 +142,20 @@ def assemble(
         engine: Engine
         if levers.is_fsdp2:
             from tightfit.train.engines.fsdp2 import Fsdp2, shard
+            from tightfit.train.experts import own_experts
+            from tightfit.train.mesh import make_expert_mesh
 
+            expert_mesh = None
+            if levers.expert_parallel > 1:
+                expert_mesh = make_expert_mesh(levers, place)
+                own_experts(model, expert_mesh)
             if method != "qlora":  # packed weights cannot be cut before they are packed
-                shard(model, levers, place)
+                shard(model, levers, place, expert_mesh)
             rests_on_host = method != "qlora" and levers.offload_param != "none"
             materialise(model, torch.device("cpu") if rests_on_host else place.device)
             fill(model, read, working, place.rank, progress)
             if method == "qlora":
-                shard(model, levers, place)
+                shard(model, levers, place, expert_mesh)
             _move_buffers(model, place.device)
             engine = Fsdp2(model, levers, place, config.training)
         else:

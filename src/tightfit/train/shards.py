@@ -1,8 +1,8 @@
 """This rank's part of each parameter, as a contiguous range of its elements.
 
-However an engine shards (not at all, ZeRO-3's flat parts, FSDP2's rows), a rank holds elements [start, stop) of the
-parameter laid out row by row. So weights are read from a file straight into place, and written the same way,
-without anybody holding a whole parameter.
+However an engine shards (not at all, ZeRO-3's flat parts, FSDP2's rows, some of the experts and of these FSDP2's rows),
+a rank holds elements [start, stop) of the parameter laid out row by row. So weights are read from a file straight into
+place, and written the same way, without anybody holding a whole parameter.
 
 A part may rest in a file on an NVMe. `outline` speaks of parts without touching them; `shards` brings each into
 memory while it is looked at.
@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from tightfit.train.nvme import resident
 
+OWNED = "tightfit_owns"  # the attribute of a module whose parameters are some rows of the model's: `OwnedRows`
 ADAPTED = "base_model.model."  # what PEFT puts before every name, and `base_layer.` before a weight's
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRows:
+    """Of parameters that were cut before an engine shards them: each expert is a row."""
+
+    first: int
+    total: int  # of the whole parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +93,14 @@ def plain_name(name: str) -> str:
 
 def outline(model: nn.Module, rank: int) -> Iterator[Shard]:
     """Each parameter's part, a tied one once."""
+    owned = {
+        f"{path}.{leaf}": getattr(module, OWNED)
+        for path, module in model.named_modules()
+        if hasattr(module, OWNED)
+        for leaf in module._parameters
+    }
     for name, param in model.named_parameters():
-        yield shard_of(name, param, rank)
+        yield shard_of(name, param, rank, owned.get(name))
 
 
 def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shard]:
@@ -95,7 +110,8 @@ def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shar
             yield shard
 
 
-def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
+def shard_of(name: str, param: nn.Parameter, rank: int, owned: OwnedRows | None = None) -> Shard:
+    """`owned`: which rows of the model's parameter this one has, where not all."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -106,11 +122,13 @@ def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
         start = min(rank * share, prod(shape))
         return Shard(name, shape, start, min(start + share, prod(shape)), param)
     shape = tuple(param.shape)
+    row, first = prod(shape[1:]), 0 if owned is None else owned.first
+    whole = shape if owned is None else (owned.total, *shape[1:])
     if not isinstance(param, DTensor):
-        return Shard(name, shape, 0, param.numel(), param)
+        return Shard(name, whole, first * row, first * row + param.numel(), param)
     # FSDP2 deals out rows, as `torch.chunk` cuts them.
     local, offset = compute_local_shape_and_global_offset(shape, held.device_mesh, held.placements)
-    start = offset[0] * prod(shape[1:]) if prod(local) else prod(shape)
+    start = (first + offset[0]) * row if prod(local) else prod(whole)
     places = zip(held.device_mesh.get_coordinate(), held.placements, strict=True)
     is_copy = any(place for place, kind in places if kind.is_replicate())
-    return Shard(name, shape, start, start + prod(local), param, is_copy)
+    return Shard(name, whole, start, start + prod(local), param, is_copy)

@@ -4,6 +4,9 @@ Groups are what the footprint prices: the embedding, each layer, the final norm 
 with the root. Every micro batch reduces its gradients: to wait for the last one would hold whole fp32 gradients on each
 rank. Where groups of ranks have a copy of the model each (`shard_within`), a group reduces its own so, and adds those
 of the other groups to the sum of the window.
+
+Where ranks share experts (`expert_parallel`), those of a layer are a group of their own within it, which only the ranks
+that own the same ones cut up among themselves.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
@@ -26,7 +30,8 @@ from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
-from tightfit.train.mesh import SHARDS, make_mesh
+from tightfit.train.experts import find_experts
+from tightfit.train.mesh import COPIES, OWNERS, SHARDS, make_mesh
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
@@ -34,8 +39,9 @@ UNMARKED = nullcontext()
 """In place of a mark that nobody reads."""
 
 
-def shard(model: Any, levers: Levers, place: Place) -> None:
-    """Shard in place; the model may be on the meta device, and then has its values yet to come."""
+def shard(model: Any, levers: Levers, place: Place, expert_mesh: DeviceMesh | None = None) -> None:
+    """Shard in place; the model may be on the meta device, and then has its values yet to come. `expert_mesh`: of the
+    ranks that have shared out the experts."""
     mesh = make_mesh(levers, place)
     flat = mesh.mesh_dim_names == (SHARDS,)
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
@@ -51,6 +57,10 @@ def shard(model: Any, levers: Levers, place: Place) -> None:
         inner = getattr(body, body.base_model_prefix)
         norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
         groups = [embedding, *groups, [*norms, head]]
+    if expert_mesh is not None:
+        sharing = expert_mesh[OWNERS] if flat else expert_mesh[COPIES, OWNERS]
+        for module in find_experts(model):
+            fully_shard(module, **{**options, "mesh": sharing})
     for group in (*groups, model):
         fully_shard(group, **options)
     if place.on_gpu and flat:  # of groups, what is summed up between their turns is freed while it is read
@@ -110,6 +120,8 @@ class Fsdp2(ScaledEngine):
         mesh = next(iter(self.model.parameters())).device_mesh
         self._has_copies = mesh.ndim > 1
         self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that together have all of the model, once
+        shared = find_experts(model) if levers.expert_parallel > 1 else ()
+        self._shared_experts = [param for module in shared for param in module.parameters() if param.requires_grad]
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         if self._has_copies:  # what others have of the same is added once, to the sum of the window
@@ -119,6 +131,9 @@ class Fsdp2(ScaledEngine):
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
         self._scaler.unscale_(self._optimizer)
+        if grads := self._optimizer.grads(self._shared_experts):
+            # FSDP2 has averaged over the ranks that own the same experts, and each had the tokens of several.
+            torch._foreach_div_(grads, self._levers.expert_parallel)
         reduce = None if self._place.is_alone else partial(dist.all_reduce, group=self._sharing)
         return self._launch(self._optimizer.grads(), reduce)
 
