@@ -5,7 +5,8 @@ buckets (`allreduce_and_scatter`: as much as an all-reduce), then every rank's u
 does that after each micro batch, ZeRO-1 and the unsharded engine before the step only. ZeRO-3 and FSDP2 gather
 each layer in the forward pass and again on the way back (a recomputation and its backward share one gather,
 since a layer is smaller than DeepSpeed's reuse distance), and scatter gradients after each micro batch; FSDP2
-does so in fp32. Collectives run beside the computation where the engine lets them: ZeRO-3 and FSDP2 by
+does so in fp32. Where ranks share experts, a rank gathers and scatters its own alone, among those that own them too.
+Collectives run beside the computation where the engine lets them: ZeRO-3 and FSDP2 by
 default, ZeRO-1/2 with `overlap_comm`. Torch alone (`train/engines/ddp.py`) adds the gradients of every further micro
 batch to those before it, in fp32 where there are fp32 copies of the weights, and sends them before the step: widened
 ones in one message, others as they are, one by one.
@@ -23,7 +24,7 @@ from tightfit.memory.activations import activations
 from tightfit.memory.optimizers import state_bytes
 from tightfit.pace import rates as constants
 from tightfit.pace.rates import Rates
-from tightfit.types import DDP, Hardware, Levers, ModelShape
+from tightfit.types import DDP, Hardware, Levers, ModelShape, Moe
 
 FP32 = 4
 STEP_BYTES = 44
@@ -186,6 +187,13 @@ def _count_tensors_to_gather(shape: ModelShape, threshold: int) -> int:
     return sum(1 for tensor in shape.tensors if tensor.numel > threshold)
 
 
+@lru_cache(maxsize=1024)
+def _count_experts(shape: ModelShape, first: int = 0) -> int:
+    """Elements of the experts of all layers, from the one with this number on."""
+    each = [sum([t.numel for t in block.tensors if t.name.startswith("mlp.experts.")]) for block in shape.blocks]
+    return sum([each[kind] for kind in shape.pattern[first:]])
+
+
 def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> Traffic:
     weights = weights_of.of(shape, levers)
     world, trained = hardware.world, weights.trainable_numel * weights.trainable_width
@@ -197,11 +205,18 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
     # every group out for its collectives and back, where ZeRO copies gradients into buckets.
     gathers, copied, copied_back = 0, 0.0, 0.0 if levers.engine == DDP else 2 * trained / memory
-    guards = 0.0
+    guards, owners = 0.0, levers.expert_parallel
+    shared = _count_experts(shape) if owners > 1 else 0
+    shared_trained = _count_experts(shape, levers.frozen_layers) if owners > 1 and levers.trains_base else 0
     gather_s = constants.GATHER_S + (constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0)
     if levers.is_fsdp2:
         gathers, gather_s = shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
-        copied, copied_back = 2 * weights.bytes / memory, (2 * weights.bytes + 3 * trained) / memory
+        if shared:
+            gathers += sum([isinstance(shape.blocks[kind].mlp, Moe) for kind in shape.pattern])
+        # the experts of other ranks are never here
+        laid_out = weights.bytes - (shared - shared // owners) * weights.width
+        reduced_here = trained - (shared_trained - shared_trained // owners) * weights.trainable_width
+        copied, copied_back = 2 * laid_out / memory, (2 * laid_out + 3 * reduced_here) / memory
         if levers.compile == "layers":
             adapters = 0 if levers.method == "full" else len(weights.trainable)
             guards = launch * constants.SHARD_GUARD_S * (len(shape.tensors) + adapters)
@@ -229,15 +244,19 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     host, again = gathers * launch * gather_s, levers.checkpointing.layers
     waits = link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0
     is_beside = levers.compile == "layers"
-    gathered_back = near.ring(whole, within) + near.latency(gathers)
+    of_experts = near.rings(shared * weights.width, within, owners)
+    whole -= shared * weights.width
+    gathered_back = near.ring(whole, within) + of_experts + near.latency(gathers)
     # hpZ's second copy of a weight that trains is old once that has been updated
     old = weights.trainable_numel * weights.trainable_width if levers.stage == 3 and within < world else 0
     gathered = near.ring(whole - old, within) + link.ring(old, world) + (link if old else near).latency(gathers)
     reduced, ranks = (near, within) if levers.is_fsdp2 else (link, world)
+    scattered = reduced.ring(gradients - FP32 * shared_trained, ranks)
+    scattered += reduced.rings(FP32 * shared_trained, ranks, owners)
     return Traffic(
-        gathered=gathered,
+        gathered=gathered + of_experts,
         gathered_back=gathered_back,
-        reduced=(1 if sharded else 2) * (reduced.ring(gradients, ranks) + reduced.latency(messages)),
+        reduced=(1 if sharded else 2) * (scattered + reduced.latency(messages)),
         replicated=link.between(gradients, within, world, gathers) if levers.is_fsdp2 else 0.0,
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
@@ -266,6 +285,7 @@ class _Links:
         self._rates, self._is_spread = rates, hardware.nodes > 1
         across = hardware.nodes > 1 and (ranks is None or ranks > hardware.gpus_per_node)
         inside = rates.link if hardware.gpus_per_node > 1 or not across else rates.network
+        self._crosses = across
         self._bandwidth = min(inside, rates.network) if across else inside
         self._latency = rates.network_latency_s if across else rates.link_latency_s
 
@@ -273,6 +293,14 @@ class _Links:
         """An all-gather or reduce-scatter of this much in all: every rank passes on all but its own part. Rings cross
         from node to node through all NICs at once."""
         return 0.0 if self.is_alone else size * (world - 1) / world / self._bandwidth
+
+    def rings(self, size: int, world: int, count: int) -> float:
+        """Likewise in so many rings beside each other, each with its part of it and with ranks of its own. The links of
+        a node carry them at once; between nodes they share the network."""
+        if self.is_alone or not size or world == count:
+            return 0.0
+        passed = size * (world // count - 1) / (world // count)
+        return max(passed / count / self._rates.link, passed / self._rates.network if self._crosses else 0.0)
 
     def between(self, size: int, within: int, world: int, collectives: int) -> float:
         """An all-reduce of this much, of which each rank of a group of `within` has its part, among those of all groups

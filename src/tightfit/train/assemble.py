@@ -148,7 +148,7 @@ def assemble(
             expert_mesh = None
             if levers.expert_parallel > 1:
                 expert_mesh = make_expert_mesh(levers, place)
-                own_experts(model, expert_mesh)
+                own_experts(model, expert_mesh, is_rehearsal=place.rehearsal)
             if method != "qlora":  # packed weights cannot be cut before they are packed
                 shard(model, levers, place, expert_mesh)
             rests_on_host = method != "qlora" and levers.offload_param != "none"

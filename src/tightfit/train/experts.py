@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tightfit.memory.feedforward import busiest_load
 from tightfit.messages import Message
 from tightfit.train.build import body_of
 from tightfit.train.mesh import EXPERTS
@@ -46,9 +47,10 @@ def find_experts(model: Any) -> Iterator[Any]:
             yield module
 
 
-def own_experts(model: Any, mesh: DeviceMesh) -> None:
+def own_experts(model: Any, mesh: DeviceMesh, *, is_rehearsal: bool = False) -> None:
     """Leave this rank's experts in the model, whose parameters may be on the meta device, and let their rows travel.
-    `mesh`: with a dimension for the ranks among which experts are shared out."""
+    `mesh`: with a dimension for the ranks among which experts are shared out. In a rehearsal this rank gets the rows of
+    the busiest of them, as is priced."""
     group, size, index = mesh.get_group(EXPERTS), mesh[EXPERTS].size(), mesh.get_local_rank(EXPERTS)
     adapted = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
     if adapted:
@@ -65,7 +67,8 @@ def own_experts(model: Any, mesh: DeviceMesh) -> None:
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         module.num_experts = own
         setattr(module, OWNED, OwnedRows(index * own, total))
-        module.forward = partial(run_experts, module.forward, Owners(group, size, own))
+        load = busiest_load(total, size) if is_rehearsal else 1.0
+        module.forward = partial(run_experts, module.forward, Owners(group, size, own, load))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Owners:
     group: Any
     size: int
     own: int  # experts of each
+    load: float = 1.0  # in a rehearsal, rows that arrive for each one that is sent
 
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -95,11 +99,11 @@ def run_experts(
     del arrived_RH
     back_SH = exchange_rows(made_RH, travel.back, owners.group)
     del made_RH
-    # As transformers adds them up: sums over a token's experts, in the wider of both precisions.
-    weighted_SH = back_SH * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    return weighted_SH[place].view(count_T, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+    # As transformers adds them up: sums over a token's experts, in the wider of both precisions.
+    weights_S1 = top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    return (back_SH * weights_S1)[place].view(count_T, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
 
 def _compute_own(compute: Compute, arrived_RH: Tensor, experts_R: Tensor) -> Tensor:
@@ -139,6 +143,8 @@ def plan_travel(top_k_index: Tensor, owners: Owners) -> Travel:
     counts_Ne = torch.bincount(top_k_index.reshape(-1), minlength=owners.size * owners.own).view(owners.size, -1)
     arriving_Ne = torch.empty_like(counts_Ne)
     dist.all_to_all_single(arriving_Ne, counts_Ne, group=owners.group)
+    if owners.load > 1:
+        arriving_Ne = (arriving_Ne * owners.load).round().long()
     sent, received = torch.stack((counts_Ne.sum(1), arriving_Ne.sum(1))).tolist()  # the host waits for the device
     numbers = torch.arange(owners.own, device=top_k_index.device).repeat(owners.size)
     experts_R = torch.repeat_interleave(numbers, arriving_Ne.view(-1), output_size=sum(received))
