@@ -195,6 +195,9 @@ class ModelShape:
     embedding_scale: bool = False  # the embedding is multiplied by sqrt(hidden) (gemma)
     final_softcap: bool = False  # tanh soft-capping of the logits (gemma2)
     max_positions: int | None = None
+    receives: bool = False
+    """A part of a model: hidden states come from the stage of a pipeline below, and their gradient goes back there."""
+    hands_on: bool = False  # likewise they go to the stage above: there is neither a final norm nor a head
     notes: tuple[Any, ...] = ()  # sentences that belong on the screen: 'called 3B, really 0.9B'
 
     @property
@@ -711,6 +714,7 @@ class Footprint:
     gpu: GpuFootprint
     host: HostFootprint
     trainable_parameters: int
+    pipeline_gpu: int | None = None  # of a pipeline the GPU that this is of, which needs most; the first is 0
     because: tuple[Any, ...] = ()
 
 
@@ -726,6 +730,7 @@ Cause = Literal[
     "host link",
     "host optimizer",
     "launch overhead",
+    "pipeline bubble",
 ]
 
 

@@ -164,13 +164,14 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     lowest, count = _lowest(setting, frozen), shape.n_layers
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     streams = [inputs[kind] for kind in shape.pattern]
-    streams[0] = min(streams[0], embedded)
+    if shape.before:
+        streams[0] = min(streams[0], embedded)
 
     def ways(depth: Checkpointing, indices: range) -> Iterator[tuple[int, _Way]]:
         """Each of these layers, of which no two of a kind differ but for the lowest with a backward pass."""
         known: dict[tuple[int, bool], _Way] = {}
         for index in indices:
-            key = shape.pattern[index], index != lowest or _trains_below(setting, depth)
+            key = shape.pattern[index], index != lowest or _trains_below(shape, setting, depth)
             yield index, known.get(key) or known.setdefault(key, _way(shape, setting, depth, index, key[1]))
 
     def keep(depth: Checkpointing, indices: range) -> list[int]:
@@ -193,7 +194,7 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     ]
     # the top layer may be the lowest as well
     ends_of = [
-        _way(shape, setting, depth, count - 1, count - 1 != lowest or _trains_below(setting, depth))
+        _way(shape, setting, depth, count - 1, count - 1 != lowest or _trains_below(shape, setting, depth))
         for depth in (nothing, some, everything)
     ]
     if count == 1:
@@ -211,9 +212,11 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     )
 
 
-def _trains_below(setting: Setting, depth: Checkpointing) -> bool:
+def _trains_below(shape: ModelShape, setting: Setting, depth: Checkpointing) -> bool:
     """Whether the lowest layer's input has a gradient. Adapters alone need none of the embedding, but checkpointing
     makes its output require one; not so inside compiled code."""
+    if not shape.before:
+        return shape.receives
     checkpoints = depth.layers != 0 and not setting.compiled
     return setting.trains_embedding or (not setting.trains_base and checkpoints)
 
@@ -234,13 +237,13 @@ def _layers(
     forwards, and while that runs backwards (`train/to_host.py`). The others send their inputs, one after another."""
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     embedded = setting.tokens * shape.hidden_size * setting.width
-    trains_below = _trains_below(setting, depth)
+    trains_below = _trains_below(shape, setting, depth)
     lowest = _lowest(setting, frozen)
     kept = host_kept = own = stream = before = moving = 0
     moments: list[Moment] = []
     for index, kind in enumerate(shape.pattern):
         # below the first layer is the embedding, in working precision whatever the residual is
-        stream = inputs[kind] if index else min(inputs[kind], embedded)
+        stream = inputs[kind] if index or not shape.before else min(inputs[kind], embedded)
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
         cost, recomputes = _way(shape, setting, depth, index, index != lowest or trains_below)

@@ -74,7 +74,7 @@ def at_the_loss(job: MemoryJob) -> Components:
     ]
     if not tied:
         logits = cost.arriving
-        if plain:
+        if plain and not job.shape.hands_on:
             logits += job.acts.setting.tokens * job.shape.vocab_size * job.weights.width
         whole = head.whole + max(head.arriving, layer.buffer)
         moments.append({"activations": norm, "logits": logits, "gathered_weights": whole})

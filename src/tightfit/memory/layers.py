@@ -73,6 +73,14 @@ def layer_tape(block: Block, hidden: int, setting: Setting, input_grad: bool) ->
     return ops.tape, x, out
 
 
+def keeps_input(block: Block, hidden: int, setting: Setting) -> bool:
+    """Whether what a layer reads is among what it keeps where nothing of it recomputes."""
+    if isinstance(block.mixer, Traced):
+        return False
+    tape, x, _ = layer_tape(block, hidden, setting, True)
+    return setting.compiled or any(slot is x for op in tape.ops for slot in op.saves)
+
+
 def layer_input_bytes(block: Block, hidden: int, setting: Setting) -> int:
     """What a layer reads, and what checkpointing keeps of it: one residual stream. The first layer of a model with an
     fp32 residual reads the embedding in working precision."""

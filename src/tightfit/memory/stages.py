@@ -10,13 +10,15 @@ The worker runs what is decided here, and its memory and its pace are counted fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
-from tightfit.types import Levers, ModelShape
+from tightfit.memory.weights import is_linear
+from tightfit.types import Attention, Block, Levers, ModelShape, Moe
 
 Direction = Literal["forward", "backward"]
 
@@ -40,13 +42,64 @@ class Action:
 
 
 def split_layers(shape: ModelShape, levers: Levers) -> tuple[range, ...]:
-    """The layers of each stage, bottom to top. The embedding and the head count as a layer each."""
-    stages, layers = levers.pipeline_parallel * levers.stages_per_gpu, shape.n_layers
-    ends = [max(0, round((number + 1) * (layers + 2) / stages) - 1) for number in range(stages)]
-    starts = [0]
-    for number, end in enumerate(ends[:-1]):  # at least a layer for each stage, also for those that come
-        starts.append(min(max(end, starts[-1] + 1), layers - (stages - 1 - number)))
-    return tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], layers], strict=True))
+    """The layers of each stage, bottom to top: so that the slowest stage, head and loss included, has as little
+    arithmetic as can be; beyond that evenly, and rather fewer below, where more micro batches are held. What recomputes
+    is left out: the split is the same at every depth of checkpointing."""
+    adapts = levers.method != "full"
+    frozen = 0 if adapts else levers.frozen_layers
+    counts = _split(shape, levers.pipeline_parallel * levers.stages_per_gpu, levers.sequence, frozen, adapts)
+    return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
+
+
+@lru_cache(maxsize=256)
+def _split(shape: ModelShape, stages: int, sequence: int, frozen: int, adapts: bool) -> tuple[int, ...]:
+    each = [_multiplications(block, sequence) for block in shape.blocks]
+    times = 2 if adapts else 3  # forwards, for what came in, and for the weights
+    costs = [each[kind] * (1 if index < frozen else times) for index, kind in enumerate(shape.pattern)]
+    head = shape.vocab_size * shape.hidden_size * times
+    assert stages <= len(costs), "more stages than layers"
+    sums = list(accumulate(costs, initial=0))
+    # What the slowest stage has is some run of layers, with the head or without it.
+    ends = [(low, high) for low in range(len(costs)) for high in range(low + 1, len(sums))]
+    tried = sorted({sums[high] - sums[low] for low, high in ends} | {sums[-1] - sums[low] + head for low, _ in ends})
+    most = tried[bisect_left(tried, True, key=lambda each: _is_enough(costs, stages, head, each))]
+    counts: list[int] = []
+    left = len(costs)
+    for below in range(stages - 1, -1, -1):  # from the top, each about as much as those below it
+        taken, end = 0 if counts else head, left
+        fair = (sums[left] + taken) / (below + 1)
+        while left > below and (
+            left == end or taken + costs[left - 1] / 2 <= fair or not _is_enough(costs[:left], below, 0, most)
+        ):
+            taken, left = taken + costs[left - 1], left - 1
+        counts.append(end - left)
+    return tuple(reversed(counts))
+
+
+def _is_enough(costs: Sequence[int], stages: int, head: int, most: int) -> bool:
+    """Whether stages of no more than this, each of at least one layer, have room for all."""
+    left = len(costs)
+    for below in range(stages - 1, -1, -1):
+        taken, end = head if below == stages - 1 else 0, left
+        while left > below and (left == end or taken + costs[left - 1] <= most):
+            taken, left = taken + costs[left - 1], left - 1
+        if taken > most:
+            return False
+    return not left
+
+
+def _multiplications(block: Block, sequence: int) -> int:
+    """Of one token in a forward pass."""
+    total = 0
+    for tensor in block.tensors:
+        if is_linear(tensor):
+            total += tensor.numel
+        elif isinstance(block.mlp, Moe) and len(tensor.shape) == 3:
+            total += tensor.numel * block.mlp.top_k // block.mlp.experts
+    if isinstance(block.mixer, Attention):
+        keys = min(sequence // 2, block.mixer.sliding_window or sequence)  # of causal attention half, on average
+        total += 2 * block.mixer.heads * block.mixer.head_dim * keys
+    return total
 
 
 def find_fullest(levers: Levers) -> int:
