@@ -13,7 +13,7 @@ from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import Components, MemoryJob, combine, make_jobs, worst
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
-from tightfit.memory.weights import of as weights_of
+from tightfit.memory.weights import of_whole_model
 from tightfit.messages import Message
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
@@ -46,7 +46,7 @@ def estimate(
     return Footprint(
         gpu=on_gpu,
         host=of_host,
-        trainable_parameters=weights_of(shape, levers).trainable_numel,
+        trainable_parameters=of_whole_model(shape, levers).trainable_numel,
         pipeline_gpu=None if job.row is None else job.row.place,
         because=(*overhead.reasons(on_gpu.phases, on_gpu.peak_phase, says), *usable),
     )

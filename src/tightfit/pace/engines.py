@@ -22,6 +22,7 @@ from tightfit.hardware.reached import reached
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import activations
 from tightfit.memory.optimizers import state_bytes
+from tightfit.memory.shared_layers import Uncut, count_uncut
 from tightfit.pace import rates as constants
 from tightfit.pace.rates import Rates
 from tightfit.types import DDP, Hardware, Levers, ModelShape, Moe
@@ -199,24 +200,32 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     world, trained = hardware.world, weights.trainable_numel * weights.trainable_width
     sharded = levers.shards_parameters
     link = _Links(hardware, rates, rehearsal)
-    within = levers.shard_within or world
+    within, tensor = levers.shard_within or world, levers.tensor_parallel
     near = _Links(hardware, rates, rehearsal, within)
+    # Of ranks that share layers each is in a ring of its own with those that have the same part of them. What they use
+    # whole, all of them gather together.
+    alike = _Links(hardware, rates, rehearsal, within // tensor, rings=tensor)
+    owners = levers.expert_parallel
+    owning = _Links(hardware, rates, rehearsal, within // owners, rings=owners)
+    outside, trained_outside = _count_outside(shape, levers) if tensor > 1 else (0, 0)
     memory, launch = rates.card.memory, rates.launch
     # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
     # every group out for its collectives and back, where ZeRO copies gradients into buckets.
     gathers, copied, copied_back = 0, 0.0, 0.0 if levers.engine == DDP else 2 * trained / memory
-    guards, owners = 0.0, levers.expert_parallel
+    guards = 0.0
     shared = _count_experts(shape) if owners > 1 else 0
     shared_trained = _count_experts(shape, levers.frozen_layers) if owners > 1 and levers.trains_base else 0
+    foreign, foreign_trained = shared - shared // owners, shared_trained - shared_trained // owners
     gather_s = constants.GATHER_S + (constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0)
     if levers.is_fsdp2:
-        gathers, gather_s = shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
+        groups = 1 if tensor == 1 else 2  # of a layer: what ranks have of it, and what they use whole
+        gathers, gather_s = groups * shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
         if shared:
             gathers += sum([isinstance(shape.blocks[kind].mlp, Moe) for kind in shape.pattern])
-        # the experts of other ranks are never here
-        laid_out = weights.bytes - (shared - shared // owners) * weights.width
-        reduced_here = trained - (shared_trained - shared_trained // owners) * weights.trainable_width
-        copied, copied_back = 2 * laid_out / memory, (2 * laid_out + 3 * reduced_here) / memory
+        laid_out = weights.bytes + (outside - outside // tensor - foreign) * weights.width
+        more = trained_outside - trained_outside // tensor - foreign_trained
+        reduced_bytes = trained + more * weights.trainable_width
+        copied, copied_back = 2 * laid_out / memory, (2 * laid_out + 3 * reduced_bytes) / memory
         if levers.compile == "layers":
             adapters = 0 if levers.method == "full" else len(weights.trainable)
             guards = launch * constants.SHARD_GUARD_S * (len(shape.tensors) + adapters)
@@ -244,20 +253,29 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     host, again = gathers * launch * gather_s, levers.checkpointing.layers
     waits = link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0
     is_beside = levers.compile == "layers"
-    of_experts = near.rings(shared * weights.width, within, owners)
-    whole -= shared * weights.width
-    gathered_back = near.ring(whole, within) + of_experts + near.latency(gathers)
+
+    def ring(size: int, of_outside: int, of_experts: int) -> float:
+        """Of so much on each of the ranks that share layers, some of it a part of what is outside, some of it experts
+        that ranks share out, of which each has its own."""
+        cut = size - of_outside // tensor - of_experts
+        both = alike.ring(cut, within // tensor) + near.ring(of_outside, within)
+        return both + owning.ring(of_experts // owners, within // owners)
+
+    whole_outside, whole_experts = outside * weights.width, shared * weights.width
+    gathered_back = ring(whole, whole_outside, whole_experts) + near.latency(gathers)
     # hpZ's second copy of a weight that trains is old once that has been updated
     old = weights.trainable_numel * weights.trainable_width if levers.stage == 3 and within < world else 0
-    gathered = near.ring(whole - old, within) + link.ring(old, world) + (link if old else near).latency(gathers)
-    reduced, ranks = (near, within) if levers.is_fsdp2 else (link, world)
-    scattered = reduced.ring(gradients - FP32 * shared_trained, ranks)
-    scattered += reduced.rings(FP32 * shared_trained, ranks, owners)
+    gathered = ring(whole - old, whole_outside, whole_experts) + link.ring(old, world)
+    gathered += (link if old else near).latency(gathers)
+    if levers.is_fsdp2:
+        reduced = ring(gradients, trained_outside * FP32, shared_trained * FP32) + near.latency(messages)
+    else:
+        reduced = link.ring(gradients, world) + link.latency(messages)
     return Traffic(
-        gathered=gathered + of_experts,
+        gathered=gathered,
         gathered_back=gathered_back,
-        reduced=(1 if sharded else 2) * (scattered + reduced.latency(messages)),
-        replicated=link.between(gradients, within, world, gathers) if levers.is_fsdp2 else 0.0,
+        reduced=(1 if sharded else 2) * reduced,
+        replicated=link.between(tensor * gradients, within, world, gathers) if levers.is_fsdp2 else 0.0,
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
         shares_host=reached(hardware).link_through_host and not link.is_alone,
@@ -275,32 +293,34 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     )
 
 
+def _count_outside(shape: ModelShape, levers: Levers) -> tuple[int, int]:
+    """Elements that ranks which share layers use whole, and those of them that train."""
+    before, after = (sum([tensor.numel for tensor in tensors]) for tensors in (shape.before, shape.after))
+    uncut = [count_uncut(block, weights_of.effective_lora(levers)) for block in shape.blocks]
+    base, adapters = (sum([getattr(uncut[kind], name) for kind in shape.pattern]) for name in Uncut._fields)
+    trained = adapters + (before if levers.trains_embedding else 0) + (after + base if levers.trains_base else 0)
+    return before + after + base + adapters, trained
+
+
 class _Links:
     """Bytes to seconds, between GPUs and to the host."""
 
-    def __init__(self, hardware: Hardware, rates: Rates, rehearsal: bool, ranks: int | None = None) -> None:
-        """`ranks`: that many neighbours exchange; None: all."""
+    def __init__(
+        self, hardware: Hardware, rates: Rates, rehearsal: bool, ranks: int | None = None, *, rings: int = 1
+    ) -> None:
+        """`ranks`: that many neighbours exchange; None: all. `rings`: in that many rings beside each other."""
         self.is_alone = rehearsal or hardware.world == 1 or ranks == 1
         self._ranks = 1 if rehearsal else hardware.gpus_per_node
         self._rates, self._is_spread = rates, hardware.nodes > 1
-        across = hardware.nodes > 1 and (ranks is None or ranks > hardware.gpus_per_node)
+        across = hardware.nodes > 1 and (ranks is None or ranks * rings > hardware.gpus_per_node)
         inside = rates.link if hardware.gpus_per_node > 1 or not across else rates.network
-        self._crosses = across
-        self._bandwidth = min(inside, rates.network) if across else inside
+        self._bandwidth = min(inside, rates.network / min(rings, hardware.gpus_per_node)) if across else inside
         self._latency = rates.network_latency_s if across else rates.link_latency_s
 
     def ring(self, size: int, world: int) -> float:
         """An all-gather or reduce-scatter of this much in all: every rank passes on all but its own part. Rings cross
         from node to node through all NICs at once."""
         return 0.0 if self.is_alone else size * (world - 1) / world / self._bandwidth
-
-    def rings(self, size: int, world: int, count: int) -> float:
-        """Likewise in so many rings beside each other, each with its part of it and with ranks of its own. The links of
-        a node carry them at once; between nodes they share the network."""
-        if self.is_alone or not size or world == count:
-            return 0.0
-        passed = size * (world // count - 1) / (world // count)
-        return max(passed / count / self._rates.link, passed / self._rates.network if self._crosses else 0.0)
 
     def between(self, size: int, within: int, world: int, collectives: int) -> float:
         """An all-reduce of this much, of which each rank of a group of `within` has its part, among those of all groups

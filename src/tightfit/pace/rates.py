@@ -244,7 +244,7 @@ class Card(NamedTuple):
     kernel_start_s: float
     unpacking: float  # bytes/s of 16-bit weights written from 4-bit ones
     scan_back: float  # steps/s of our scan backward, where its kernels in CUDA would do if the card runs them
-    exchange: float = inf  # bytes/s of what ranks that share a sequence send each other around attention
+    exchange: float = inf  # bytes/s of what ranks that share sequences or layers send each other inside of a layer
     exchange_start_s: float = 0.0
     travel: float = inf  # likewise of tokens on their way to the experts that other ranks own
     travel_start_s: float = 0.0
@@ -296,22 +296,26 @@ class Knowledge(NamedTuple):
 
 
 def with_exchange(rates: Rates, hardware: Hardware, levers: Levers, *, rehearsal: bool = False) -> Rates:
-    """The same for ranks of which some share sequences or experts."""
-
-    def among(ranks: int) -> tuple[float, float]:
-        """Bytes/s and the seconds before the first."""
-        if ranks == 1 or rehearsal:
-            return inf, 0.0
-        if ranks <= hardware.gpus_per_node:
-            return rates.link, rates.link_latency_s
-        # what leaves a node passes its network, together with what its other GPUs send
-        return min(rates.link, rates.network / hardware.gpus_per_node), rates.network_latency_s
-
-    if levers.sequence_parallel == levers.expert_parallel == 1:
+    """The same for ranks of which some share sequences, layers or experts."""
+    ranks = levers.sequence_parallel * levers.tensor_parallel
+    if rehearsal or ranks == levers.expert_parallel == 1:
         return rates
-    speeds = (*among(levers.sequence_parallel), *among(levers.expert_parallel))
-    names = ("exchange", "exchange_start_s", "travel", "travel_start_s")
-    return rates._replace(card=rates.card._replace(**dict(zip(names, speeds, strict=True))))
+
+    def among(ranks: int, sharers: int) -> tuple[float, float]:
+        """Bytes/s, and seconds before the first. `sharers`: GPUs of a node that share its network."""
+        if ranks == 1:
+            return inf, 0.0
+        if hardware.nodes > 1 and hardware.gpus_per_node % ranks:
+            return min(rates.link, rates.network / sharers), rates.network_latency_s
+        return rates.link, rates.link_latency_s
+
+    # Of what is sent to each rank its own, for a sequence or for experts, most leaves a node through its network,
+    # together with what its other GPUs send; what is gathered and scattered for a layer passes it once, as in a ring.
+    every = hardware.gpus_per_node
+    speed, start = among(ranks, every if levers.sequence_parallel > 1 else 1)
+    travel, travel_start = among(levers.expert_parallel, every)
+    speeds = {"exchange": speed, "exchange_start_s": start, "travel": travel, "travel_start_s": travel_start}
+    return rates._replace(card=rates.card._replace(**speeds))
 
 
 def rates_of(hardware: Hardware, precision: Precision, *, rehearsal: bool = False) -> Rates:

@@ -15,6 +15,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.memory import shared_layers
 from tightfit.memory.activations import setting_of
 from tightfit.memory.attention import computed_keys, exchanged_bytes, is_masked, kernel_of
 from tightfit.memory.feedforward import count_arriving
@@ -22,6 +23,7 @@ from tightfit.memory.layers import has_parts, layer_tape
 from tightfit.memory.loss import chunk_tokens
 from tightfit.memory.operations import FP32, Setting
 from tightfit.memory.selection import place_of
+from tightfit.memory.shared_layers import cut_block, inside_of
 from tightfit.memory.ssm import CUDA_CHANNELS, CUDA_STATES
 from tightfit.memory.tape import Op, Slot, Tape
 from tightfit.memory.weights import is_linear
@@ -103,9 +105,10 @@ def _outline(block: Block, hidden: int, setting: Setting) -> _Outline:
 
 @lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> LayerTime:
-    products = _products(block, setting, card)
+    own, inside = cut_block(block, setting.tensor), inside_of(setting)
+    products = _products(own, inside, card)
     forward, back = sum([once for _, once, _ in products]), sum([once for _, _, once in products])
-    linears = [tensor for tensor in block.tensors if is_linear(tensor)]
+    linears = [tensor for tensor in own.tensors if is_linear(tensor)]
     if isinstance(block.mixer, Mamba1):
         modules = 5  # one fused call: of the mixer's own modules only the input projection is called
     else:
@@ -127,8 +130,8 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
         )
     tape, needed, moved = _outline(block, hidden, setting)
     real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
-    attention, attention_back = _attention(block, setting, card)
-    exchanged, travelled = _exchange(block, setting, card), _travel(block, hidden, setting, card)
+    attention, attention_back = _attention(own, inside, card)
+    exchanged, travelled = _exchange(block, hidden, setting, card), _travel(block, hidden, setting, card)
     waited = constants.ROUTED_OPERATIONS * constants.OPERATION_S if _shares_experts(block, setting) else 0.0
     scan, scan_back, scan_host = _scan(block, setting, card)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
@@ -146,7 +149,8 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     )
     again = _PartTimes(tape, needed, block, setting)
     again.add_products(products, card)
-    again.add("mixer", products=attention, others=exchanged)
+    again.add("mixer", products=attention, others=exchanged if setting.parts > 1 else 0.0)
+    again.add("elementwise", others=exchanged if setting.tensor > 1 else 0.0)
     again.add("elementwise", others=travelled + waited)  # rows travel again, whatever is kept
     again.add_scan(scan, scan_host)
     if moved is not None:
@@ -234,6 +238,8 @@ def _launch_code(kernels: int) -> float:
 
 def _forward_s(op: Op, card: Card) -> float:
     """Seconds of an operation that is no product. A temporary is written and read."""
+    if op.access == "sent":
+        return _order_s(op.forward_temp, card)
     read, written = sum([slot.size for slot in op.inputs]), sum([slot.size for slot in op.outputs])
     moved = read + written + sum([slot.size for slot in op.makes]) + 2 * op.forward_temp + op.again
     kernels = 5 if op.again else 3 if op.forward_temp else 1
@@ -255,6 +261,9 @@ def _backward_s(ops: list[Op], card: Card) -> float:
             continue
         if op.passes or op.product:
             continue
+        if op.access == "sent":
+            seconds += _order_s(op.backward_temp, card)
+            continue
         # One kernel for the gradient of each input and of the weight: it reads the output's, and what was kept.
         gradient = sum([slot.size for slot in op.outputs])
         times = len(wanted) + (1 if op.weight_grad else 0)
@@ -268,6 +277,11 @@ def _backward_s(ops: list[Op], card: Card) -> float:
     for slot, times in readers.items():
         seconds += (times - 1) * (3 * slot.size / card.memory + card.kernel_start_s)
     return seconds
+
+
+def _order_s(size: int, card: Card) -> float:
+    """Of what is sent, or has arrived, read and written in another order."""
+    return 2 * size / card.strided + card.kernel_start_s if size else 0.0
 
 
 def _speed(op: Op, card: Card, *, widens: bool) -> float:
@@ -338,17 +352,21 @@ def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float
 
 
 def exchange_s(shape: ModelShape, setting: Setting, card: Card) -> float:
-    """Seconds of a pass that ranks which share sequences or experts send each other. Nothing runs meanwhile."""
-    if setting.parts == setting.expert_ranks == 1:
-        return 0.0
-    sent = [_exchange(each, setting, card) + _travel(each, shape.hidden_size, setting, card) for each in shape.blocks]
-    return sum([sent[kind] for kind in shape.pattern])
+    """Seconds of a pass in which ranks that share sequences, layers or experts send each other something. Nothing runs
+    meanwhile."""
+    hidden = shape.hidden_size
+    each = [_exchange(block, hidden, setting, card) + _travel(block, hidden, setting, card) for block in shape.blocks]
+    return sum([each[kind] for kind in shape.pattern])
 
 
-def _exchange(block: Block, setting: Setting, card: Card) -> float:
-    if setting.parts == 1 or not isinstance(block.mixer, Attention):
-        return 0.0
-    return exchanged_bytes(block.mixer, setting) / card.exchange + EXCHANGES * card.exchange_start_s
+def _exchange(block: Block, hidden: int, setting: Setting, card: Card) -> float:
+    seconds = 0.0
+    if setting.parts > 1 and isinstance(block.mixer, Attention):
+        seconds += exchanged_bytes(block.mixer, setting) / card.exchange + EXCHANGES * card.exchange_start_s
+    if setting.tensor > 1:
+        seconds += shared_layers.exchanged_bytes(hidden, setting) / card.exchange
+        seconds += shared_layers.ENDS * card.exchange_start_s
+    return seconds
 
 
 def _shares_experts(block: Block, setting: Setting) -> bool:
