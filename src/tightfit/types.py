@@ -649,6 +649,10 @@ class Levers:
         whole = self.shard_within if self.is_fsdp2 and self.shard_within else world // self.pipeline_parallel
         return max(1, whole // self.tensor_parallel)
 
+    def stage_ranks(self, world: int) -> int:
+        """How many of these ranks have the same stages of a pipeline, or their parts of them."""
+        return max(1, world // self.pipeline_parallel)
+
     def data_ranks(self, world: int) -> int:
         """How many of these ranks read samples of their own: those that share sequences or layers, or hand micro
         batches on to each other, read the same, and count as one."""

@@ -7,7 +7,7 @@ there are may not be known yet.
 from __future__ import annotations
 
 from tightfit.messages import Listing, Message
-from tightfit.types import DDP, FSDP2, Attention, ConfigError, Levers, ModelShape, Moe
+from tightfit.types import Attention, ConfigError, Levers, ModelShape, Moe
 
 
 def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | None:
@@ -80,8 +80,20 @@ def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None 
     size = levers.pipeline_parallel
     if levers.trainer != "tightfit":
         return Message("inputs.layout-is-ours", flag="--pipeline-parallel", size=size)
-    if levers.engine not in (DDP, FSDP2):
-        return Message("inputs.layout-needs-engine", flag="--pipeline-parallel", size=size, engine="fsdp2 or ddp")
+    if not levers.is_fsdp2:
+        return Message("inputs.layout-needs-engine", flag="--pipeline-parallel", size=size, engine="fsdp2")
+    apart = {
+        "--sequence-parallel": levers.sequence_parallel > 1,
+        "--tensor-parallel": levers.tensor_parallel > 1,
+        "--expert-parallel": levers.expert_parallel > 1,
+        # Every stage has something that trains.
+        "--frozen-layers": levers.frozen_layers > 0,
+        "--trains embeddings": levers.trains == "embeddings",
+        # What goes to the host comes back in the order of one micro batch's layers.
+        "--compile layers --checkpointing full+offload": levers.compile != "off" and levers.checkpointing.offload,
+    }
+    for other in (flag for flag, is_set in apart.items() if is_set):
+        return Message("inputs.layouts-apart", one=f"--pipeline-parallel {size}", other=other)
     most = shape.n_layers // levers.stages_per_gpu
     may = [n for n in range(2, most + 1) if not (world or 0) % n]
     if size in may:

@@ -47,7 +47,7 @@ from tightfit.train.saved_model import (
     adapter_files,
     model_files,
 )
-from tightfit.train.shards import Shard, outline, plain_name, shards
+from tightfit.train.shards import Shard, plain_name, shards
 from tightfit.train.sources import adapter_name, name_parts, names_of, rename_pieces
 
 SLACK_BYTES = 64 * 2**20  # for config, tokenizer, manifest, and what a file system needs for itself
@@ -242,10 +242,10 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
     if config.levers.lora is not None:
         base = config.model.weights or config.model.name
         metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
-        beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)
-        adapters = [shard for shard in outline(model, place.rank) if ".lora_" in shard.path]
+        beside = adapter_files(made.whole.peft_config["default"], base, tokenizer=tokenizer)
+        adapters = made.engine.trained().items()
         return TensorSet(
-            names={adapter_name(shard.path): (shard.shape, torch.float32) for shard in adapters},
+            names={adapter_name(path): (shape, torch.float32) for path, shape in adapters},
             pieces=lambda: (
                 TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor)
                 for shard in own()
@@ -255,12 +255,14 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
         )
     dtype = DTYPES[config.levers.precision]
     parts = name_parts(made.twin)
-    kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}  # as their authors chose
+    kinds = dict(made.buffers)
+    leads = place.rank % config.levers.stage_ranks(place.world) == 0
     for name, param in made.twin.named_parameters(remove_duplicate=False):
         kinds[name] = dtype if param.dtype.is_floating_point else param.dtype
 
     def pieces() -> Iterator[TensorPiece]:
-        kept = set(made.twin.state_dict()) if place.leads else set()  # buffers are the same on every rank
+        # Buffers are the same on every rank that has them.
+        kept = set(made.twin.state_dict()) if leads else set()
         buffers = (
             TensorPiece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
             for name, buffer in model.named_buffers()
@@ -283,8 +285,7 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
-        trained = (shard for shard in outline(engine.model, place.rank) if shard.parameter.requires_grad)
-        shapes = {MASTER: {shard.path: shard.shape for shard in trained}, **shapes}
+        shapes = {MASTER: engine.trained(), **shapes}
     names: Names = {
         f"{kind}/{state_name(path)}": (shape, torch.float32)
         for kind, held in shapes.items()

@@ -29,3 +29,10 @@ def make_expert_mesh(levers: Levers, place: Place) -> DeviceMesh:
     experts, shards = levers.expert_parallel, levers.shards(place.world)
     sizes = place.world // shards, shards // experts, experts
     return init_device_mesh(place.device.type, sizes, mesh_dim_names=(COPIES, OWNERS, EXPERTS))
+
+
+def share_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Of the ranks with the same layers: those that share a copy of them, and the groups with a copy each."""
+    names = mesh.mesh_dim_names or ()
+    kept = tuple(name for name in names if name in (COPIES, SHARDS))
+    return mesh if kept == names else mesh[kept]

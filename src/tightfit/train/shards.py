@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -91,8 +91,14 @@ def plain_name(name: str) -> str:
     return name.removeprefix(ADAPTED).replace(".base_layer.", ".")
 
 
+TIED = "tied_names"
+"""Of a model with some layers of a pipeline: for the further names of tied parameters the first ones, under which
+another GPU has them too."""
+
+
 def outline(model: nn.Module, rank: int) -> Iterator[Shard]:
     """Each parameter's part, a tied one once."""
+    tied = getattr(model, TIED, {})
     owned = {
         f"{path}.{leaf}": getattr(module, OWNED)
         for path, module in model.named_modules()
@@ -100,7 +106,17 @@ def outline(model: nn.Module, rank: int) -> Iterator[Shard]:
         for leaf in module._parameters
     }
     for name, param in model.named_parameters():
-        yield shard_of(name, param, rank, owned.get(name))
+        prefix = ADAPTED if name.startswith(ADAPTED) else ""
+        first = tied.get(name.removeprefix(prefix))
+        shard = shard_of(name, param, rank, owned.get(name))
+        yield shard if first is None else replace(shard, path=f"{prefix}{first}", is_copy=True)
+
+
+def find_tied_copy(model: nn.Module) -> nn.Parameter | None:
+    """The parameter that another GPU of a pipeline has too."""
+    tied: dict[str, str] = getattr(model, TIED, {})
+    found = {name.removeprefix(ADAPTED): param for name, param in model.named_parameters()}
+    return next((found[name] for pair in tied.items() for name in pair if name in found), None)
 
 
 def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shard]:

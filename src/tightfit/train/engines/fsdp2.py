@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -31,7 +30,7 @@ from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
 from tightfit.train.experts import find_experts
-from tightfit.train.mesh import COPIES, OWNERS, SHARDS, make_mesh
+from tightfit.train.mesh import COPIES, OWNERS, SHARDS, share_mesh
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
@@ -39,10 +38,10 @@ UNMARKED = nullcontext()
 """In place of a mark that nobody reads."""
 
 
-def shard(model: Any, levers: Levers, place: Place, expert_mesh: DeviceMesh | None = None) -> None:
-    """Shard in place; the model may be on the meta device, and then has its values yet to come. `expert_mesh`: of the
-    ranks that have shared out the experts."""
-    mesh = make_mesh(levers, place)
+def shard(model: Any, levers: Levers, mesh: DeviceMesh, place: Place, expert_mesh: DeviceMesh | None = None) -> None:
+    """Shard in place; the model may be on the meta device, and then has its values yet to come. `mesh`: the grid of all
+    ranks. `expert_mesh`: likewise as experts see it, where these have been shared out."""
+    mesh = share_mesh(mesh)
     flat = mesh.mesh_dim_names == (SHARDS,)
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
@@ -53,10 +52,11 @@ def shard(model: Any, levers: Levers, place: Place, expert_mesh: DeviceMesh | No
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.on_gpu and levers.buckets.pin_memory)
     body, groups = body_of(model), list[Any](layers_of(model))
     head, embedding = body.get_output_embeddings(), body.get_input_embeddings()
-    if head.weight is not embedding.weight:
+    weight, tied = (getattr(each, "weight", None) for each in (head, embedding))  # another GPU may have either
+    if weight is not tied:
         inner = getattr(body, body.base_model_prefix)
         norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
-        groups = [embedding, *groups, [*norms, head]]
+        groups = [*([] if tied is None else [embedding]), *groups, *([] if weight is None else [[*norms, head]])]
     if expert_mesh is not None:
         sharing = expert_mesh[OWNERS] if flat else expert_mesh[COPIES, OWNERS]
         for module in find_experts(model):
@@ -119,14 +119,17 @@ class Fsdp2(ScaledEngine):
         self._optimizer: optimizers.LocalParts = made
         mesh = next(iter(self.model.parameters())).device_mesh
         self._has_copies = mesh.ndim > 1
-        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that together have all of the model, once
+        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that share a copy of these layers
         shared = find_experts(model) if levers.expert_parallel > 1 else ()
         self._shared_experts = [param for module in shared for param in module.parameters() if param.requires_grad]
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._set_reduction(last=last)
+        super().backward(loss, last=last)
+
+    def _set_reduction(self, *, last: bool) -> None:
         if self._has_copies:  # what others have of the same is added once, to the sum of the window
             self.model.set_requires_all_reduce(last)
-        super().backward(loss, last=last)
 
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
@@ -134,16 +137,18 @@ class Fsdp2(ScaledEngine):
         if grads := self._optimizer.grads(self._shared_experts):
             # FSDP2 has averaged over the ranks that own the same experts, and each had the tokens of several.
             torch._foreach_div_(grads, self._levers.expert_parallel)
-        reduce = None if self._place.is_alone else partial(dist.all_reduce, group=self._sharing)
-        return self._launch(self._optimizer.grads(), reduce)
+        return self._launch(self._optimizer.grads(), None if self._place.is_alone else self._add_up)
+
+    def _add_up(self, norm: Tensor) -> None:
+        """Over the ranks that together have all of the model, once."""
+        dist.all_reduce(norm, group=self._sharing)
 
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)
         return self._states_per_parameter(self._optimizer.state, {}, write=write)
 
     def shapes(self) -> Shapes:
-        whole = {shard.path: shard.shape for shard in self._trainable()}
-        return dict.fromkeys(moments(self._levers.optimizer), whole)
+        return dict.fromkeys(moments(self._levers.optimizer), self.trained())
 
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         shards = self._trainable()
