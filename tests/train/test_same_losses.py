@@ -45,9 +45,11 @@ GROUPS = {"shard_within": 2, "micro_batch": 1}
 """Four ranks, two and two."""
 SHARED = {"sequence_parallel": 2, "precision": "fp32"}
 """Four ranks, of which two and two share each sequence."""
+SHARED_LAYERS = {"engine": "fsdp2", "precision": "fp32", "tensor_parallel": 2}
+"""Four ranks, of which two and two share each layer."""
 IN_A_ROW = {"engine": "fsdp2", "pipeline_parallel": 2, "precision": "fp32", "micro_batch": 1}
 """Four ranks: two stages, each of which two ranks share."""
-OF_FOUR = {"shard_within", "sequence_parallel", "pipeline_parallel", "expert_parallel"}
+OF_FOUR = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
@@ -86,6 +88,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "shares experts, offloaded": {**EXPERTS, "offload_param": "cpu"},
     "shares experts in bf16": {**EXPERTS, "precision": "bf16"},
     "shares experts, lora": {**EXPERTS, **LORA, "model": QWEN2_MOE},
+    "fsdp2 shares layers": {**SHARED_LAYERS},
+    "fsdp2 shares layers, bf16": {**SHARED_LAYERS, "precision": "bf16", "checkpointing": "full"},
+    "fsdp2 shares layers, fused": {**SHARED_LAYERS, "loss": "fused", "checkpointing": "full"},
+    "fsdp2 shares layers, offloaded": {**SHARED_LAYERS, "offload_param": "cpu", "checkpointing": "full+offload"},
+    "fsdp2 shares layers in groups": {**SHARED_LAYERS, **GROUPS, "checkpointing": "none"},
+    "fsdp2 lora shares layers": {**SHARED_LAYERS, **LORA},
     "fsdp2 in a pipeline": {**IN_A_ROW},
     "fsdp2 in a pipeline of four": {**IN_A_ROW, "pipeline_parallel": 4, "checkpointing": "full"},
     "fsdp2 in a pipeline, interleaved": {**IN_A_ROW, "stages_per_gpu": 2, "loss": "fused"},
@@ -134,8 +142,9 @@ SLOW = (
     *(
         way
         for way in WAYS
-        if any(word in way for word in ("shares sequences", "shares experts", "pipeline"))
-        and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "shares experts", "fsdp2 in a pipeline")
+        if any(word in way for word in ("shares ", "pipeline"))
+        and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers", "shares experts")
+        and way != "fsdp2 in a pipeline"
     ),
 )
 """What another way covers nearly as well."""

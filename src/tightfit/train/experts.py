@@ -9,7 +9,7 @@ How many rows each rank sends to which is known on the device alone, and a colle
 every layer waits once for them. Where it recomputes, it routes and exchanges again, on all ranks in the same order.
 
 The gradient of an expert is complete on its owner, as far as the group's tokens go. FSDP2 cuts experts up among the
-ranks that own the same ones, and averages over these alone (`Fsdp2.step`).
+ranks that own the same ones, and averages over these alone (`Fsdp2._average_shared`).
 
 torch's tensor-parallel plans could cut the parameters too (torchtitan does so), and would hand DTensors to code that
 expects plain ones. transformers' own expert parallel has every rank of a group read the same tokens.

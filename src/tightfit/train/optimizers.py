@@ -105,9 +105,9 @@ class LocalParts(torch.optim.Optimizer):
             for local in self.locals.values():
                 local.grad = None
 
-    def grads(self, of: Iterable[Tensor] | None = None) -> list[Tensor]:
-        """This rank's parts of these parameters' gradients, or of all."""
-        return [part_of(param.grad) for param in (self.locals if of is None else of) if param.grad is not None]
+    def grads(self) -> list[Tensor]:
+        """This rank's parts of all gradients."""
+        return [part_of(param.grad) for param in self.locals if param.grad is not None]
 
 
 def step_unless(optimizer: Any, spoilt: Tensor) -> None:
