@@ -152,9 +152,9 @@ class Fsdp2(ScaledEngine):
         dist.all_reduce(norm, group=self._sharing)
 
     def _average_shared(self) -> None:
-        """The loss is scaled for a mean over all ranks. What ranks that share layers or experts have cut is reduced over
-        the others alone: each of them has the gradient of all of their tokens. FSDP2 could divide by another number,
-        but with gloo not by any."""
+        """The loss is scaled for a mean over all ranks. What ranks that share layers or experts have cut is reduced
+        over the others alone: each of them has the gradient of all of their tokens. FSDP2 could divide by another
+        number, but with gloo not by any."""
         held: list[Any] = [param.grad for param in self._shared if param.grad is not None]
         if held:
             ranks = self._levers.tensor_parallel * self._levers.expert_parallel
