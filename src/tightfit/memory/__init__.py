@@ -13,7 +13,7 @@ from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import Components, MemoryJob, combine, make_jobs, worst
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
-from tightfit.memory.weights import of as weights_of
+from tightfit.memory.weights import of_whole_model
 from tightfit.messages import Message
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
@@ -38,7 +38,8 @@ def estimate(
         on_host = {name: Phase(name, parts) for name, parts in host.phases(jobs[0]).items()}
         nvme = host.nvme_bytes(jobs[0]) if levers.stage == 3 else 0
         found.append((*sum_up(phases, on_host, world, hardware, nvme, levers.groups), jobs[0]))
-    on_gpu, of_host, job = max(found, key=lambda each: each[0].required_bytes)
+    on_gpu, _, job = max(found, key=lambda each: each[0].required_bytes)
+    of_host = max([each[1] for each in found], key=lambda each: each.peak_bytes_per_node)
     says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
     if job.row is not None:
         says = (Message("price.fullest-of-row", place=job.row.place + 1, gpus=levers.pipeline_parallel),)
@@ -46,7 +47,7 @@ def estimate(
     return Footprint(
         gpu=on_gpu,
         host=of_host,
-        trainable_parameters=weights_of(shape, levers).trainable_numel,
+        trainable_parameters=of_whole_model(shape, levers).trainable_numel,
         pipeline_gpu=None if job.row is None else job.row.place,
         because=(*overhead.reasons(on_gpu.phases, on_gpu.peak_phase, says), *usable),
     )

@@ -14,6 +14,7 @@ from tightfit.memory.attention import mask_bytes
 from tightfit.memory.layers import has_parts, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import LIGER_MODELS, Setting
+from tightfit.memory.shared_layers import inside_of
 from tightfit.memory.ssm import runs_cuda_scan
 from tightfit.memory.tape import SMALLEST_MOVED_BYTES, LayerCost
 from tightfit.memory.weights import WIDTH
@@ -65,6 +66,8 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
         micro_batch=levers.micro_batch,
         sequence=levers.sequence,
         parts=levers.sequence_parallel,
+        expert_ranks=levers.expert_parallel,
+        tensor=levers.tensor_parallel,
         width=width,
         trains_base=levers.trains_base,
         trains_embedding=levers.trains_embedding,
@@ -271,8 +274,9 @@ def _count_sent_bytes(cost: LayerCost, stream: int) -> int:
 
 
 def _recompute(cost: LayerCost) -> tuple[int, int]:
-    """A recomputed layer runs forwards once more, then backwards: its `working` and `working_kept`."""
-    again = cost.recompute + cost.output
+    """A recomputed layer runs forwards once more, as soon as its backward pass asks for something, then backwards: its
+    `working` and `working_kept`."""
+    again = cost.recompute + max(cost.output, cost.asking)
     return max(again, cost.backward), max(again, cost.backward_kept)
 
 
@@ -283,11 +287,13 @@ def _masks(shape: ModelShape, setting: Setting) -> int:
 
 
 def _rotary_tables(shape: ModelShape, setting: Setting) -> int:
-    """cos and sin, made once a pass and kept by the first layer that multiplies with them."""
+    """cos and sin, made once a pass and kept by the first layer that multiplies with them; of whole rows, where ranks
+    that share layers see these."""
     widths = [
         block.mixer.rotary_dim or block.mixer.head_dim
         for block in shape.blocks
         if isinstance(block.mixer, Attention) and block.mixer.rotary
     ]
-    rows = setting.micro_batch if setting.packed else 1  # each sequence counts from its own borders
-    return 2 * rows * setting.own_sequence * max(widths, default=0) * setting.width
+    # Each sequence counts from its own borders; positions of rows that are cut are those of each row.
+    rows = setting.micro_batch if setting.packed or setting.own_sequence < setting.sequence else 1
+    return 2 * rows * inside_of(setting).own_sequence * max(widths, default=0) * setting.width

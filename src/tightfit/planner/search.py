@@ -19,7 +19,7 @@ from itertools import product
 from math import inf
 
 from tightfit.inputs.flags import BARE
-from tightfit.inputs.layouts import divisors, find_pipeline_obstacle, find_sharing_obstacle
+from tightfit.inputs.layouts import check_layout, divisors, find_pipeline_obstacle, find_sharing_obstacle
 from tightfit.memory.pipeline import count_depths
 from tightfit.pace import Clock, clock_of, pace, step_seconds
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
@@ -27,7 +27,7 @@ from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
-from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, Levers
+from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers
 
 WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
 MOST_ROWS = 2  # pipelines to search, of those that seem fastest
@@ -136,7 +136,9 @@ def _is_slower(question: Question, most_s: float) -> bool:
 def _strategies(question: Question) -> list[Levers]:
     def can_start(levers: Levers) -> bool:
         known = question.engines is None or levers.engine in question.engines
-        if levers.pipeline_parallel > 1 and find_pipeline_obstacle(levers, question.shape, question.hardware.world):
+        try:
+            check_layout(levers, question.shape, question.hardware.world)
+        except ConfigError:
             return False
         return known and question.trainer.starts(levers.engine, levers, question.hardware)
 
