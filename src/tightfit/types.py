@@ -663,6 +663,11 @@ class Levers:
         return prod(getattr(self, name) for name in READ_TOGETHER)
 
     @property
+    def row_parts(self) -> int:
+        """Ranks that have a part of the tokens of each row each, outside of attention at least."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    @property
     def groups(self) -> int:
         """Groups of ranks among which each exchanges tensors."""
         shared = self.sequence_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel

@@ -32,7 +32,7 @@ from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manif
 from tightfit.train.assemble import Assembled
 from tightfit.train.build import DTYPES
 from tightfit.train.config import WorkerConfig
-from tightfit.train.engines import MASTER, Engine
+from tightfit.train.engines import MASTER, Engine, State
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, totals
 from tightfit.train.saved_model import (
@@ -246,11 +246,7 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
         adapters = made.engine.trained().items()
         return TensorSet(
             names={adapter_name(path): (shape, torch.float32) for path, shape in adapters},
-            pieces=lambda: (
-                TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor)
-                for shard in own()
-                if ".lora_" in shard.path
-            ),
+            pieces=lambda: (piece_of(adapter_name(shard.path), shard) for shard in own() if ".lora_" in shard.path),
             style=replace(ADAPTER, beside=beside, metadata=metadata),
         )
     dtype = DTYPES[config.levers.precision]
@@ -268,11 +264,19 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
             for name, buffer in model.named_buffers()
             if name in kept
         )
-        mine = (TensorPiece(shard.name, shard.shape, shard.start, shard.tensor) for shard in own())
+        mine = (piece_of(shard.name, shard) for shard in own())
         return rename_pieces(chain(buffers, mine), parts)
 
     beside = model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer)
     return TensorSet(names=names_of(parts, kinds.__getitem__), pieces=pieces, style=FileStyle(beside=beside))
+
+
+def piece_of(name: str, held: Shard | State) -> TensorPiece:
+    """What this rank writes of a part: all of it, or if it has some columns alone, a share of these rows whole."""
+    start, tensor = held.start, held.tensor
+    if held.columns is not None:
+        start, tensor = held.columns.join(tensor, start)
+    return TensorPiece(name, held.shape, start, tensor)
 
 
 def state_name(path: str) -> str:
@@ -298,10 +302,10 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
         if masters and not apart:
             for shard in shards(engine.model, place.rank):
                 if shard.parameter.requires_grad and not shard.is_copy:
-                    yield TensorPiece(f"{MASTER}/{state_name(shard.path)}", shard.shape, shard.start, shard.tensor)
+                    yield piece_of(f"{MASTER}/{state_name(shard.path)}", shard)
         for number, state in enumerate(engine.states(write=False)):
             mine = number % place.world == place.rank if state.alike else not state.is_copy
             if mine and (masters or state.kind != MASTER):
-                yield TensorPiece(f"{state.kind}/{state_name(state.path)}", state.shape, state.start, state.tensor)
+                yield piece_of(f"{state.kind}/{state_name(state.path)}", state)
 
     return TensorSet(names=names, pieces=pieces, style=FileStyle(stem=f"{OPTIMIZER}/states"))

@@ -70,9 +70,9 @@ class Windows:
         # The kernel that runs, not the one that was asked for: sdpa would pay for a long row with the square of it.
         self._one_row = attention_of(levers, place.on_gpu)[0] == "flash"
         self._compiler = compiler
-        # Ranks that share sequences are neighbours, and read the same samples; so do ranks with other layers.
+        # Ranks that share sequences or layers are neighbours, and read the same samples; so do ranks with other layers.
         self.readers = levers.data_ranks(place.world)
-        self.number = place.rank % levers.stage_ranks(place.world) // levers.sequence_parallel  # of this one among them
+        self.number = place.rank % levers.stage_ranks(place.world) // levers.row_parts  # of this one among them
 
     def window(self, step: int) -> Window:
         if self._ahead is not None and self._ahead[0] == step:
@@ -114,7 +114,7 @@ class Windows:
         is_compiled = self._compiler is not None and self._compiler.is_at_work
         longest = int(self.samples.lengths[indices].max()) if is_compiled else 0
         width = fix_width(longest, self.samples.sequence) if longest else None
-        made = batch(self.samples, indices, self._pad, pad_to=width, parts=self._levers.sequence_parallel)
+        made = batch(self.samples, indices, self._pad, pad_to=width, parts=self._levers.row_parts)
         if unheard is not None:
             made.labels[torch.as_tensor(unheard)] = IGNORED
         if made.position_ids is not None and self._one_row:

@@ -39,7 +39,8 @@ PlanProof = tuple[str, bool, Message]  # what was looked at, whether it is so, a
 
 def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanProof]:
     """What can be seen before the first batch."""
-    levers, world = config.levers, config.levers.shards(place.world)
+    levers = config.levers
+    world = levers.shards(place.world) * levers.tensor_parallel
     started = {
         "world": place.world,
         "launcher": place.launcher,

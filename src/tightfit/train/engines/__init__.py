@@ -28,7 +28,8 @@ from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import is_on_nvme
 from tightfit.train.optimizers import BLOCK, Which, read_8bit, write_8bit
 from tightfit.train.place import Place
-from tightfit.train.shards import Shard, outline
+from tightfit.train.row_parts import RowParts
+from tightfit.train.shards import Columns, Shard, outline
 from tightfit.train.ulysses import SequenceParts
 from tightfit.types import Levers, Optimizer, TightfitError
 
@@ -119,6 +120,7 @@ class State:
     tensor: Tensor  # flat: elements [start, start + its own number)
     alike: bool  # every rank holds the same range: one of them writes it
     is_copy: bool = False  # another rank holds the same range, and writes it
+    columns: Columns | None = None  # of the parameter's rows, as a `Shard` has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,11 @@ class Engine(ABC):
 
     def __init__(self, model: Any, levers: Levers, place: Place) -> None:
         self.model, self._levers, self._place = model, levers, place
-        self._parts = None if levers.sequence_parallel == 1 else SequenceParts(model, levers, place)
+        self._parts: RowParts | None = None
+        if levers.sequence_parallel > 1:
+            self._parts = SequenceParts(model, levers, place)
+        elif levers.tensor_parallel > 1:
+            self._parts = RowParts(levers, place)
         self._loss = WindowLoss(model, levers.loss, shifted=self._parts is not None)
         self._runs: Any = model  # what is called: the model, or what a library puts around it
         self._documents = documents.Told()
@@ -231,11 +237,12 @@ class Engine(ABC):
                 yield State(MASTER, shard.path, shard.shape, 0, worked_on.detach().view(-1), alike=True)
             held = states.get(worked_on, {})
             if "state1" in held:
+                step = PIECE if shard.columns is None else max(1, shard.size)  # of columns whole rows are wanted
                 for kind, which in _EIGHT_BIT.items():
-                    for begin in range(0, shard.size, PIECE):
-                        values = read_8bit(held, which, begin, min(begin + PIECE, shard.size))
+                    for begin in range(0, shard.size, step):
+                        values = read_8bit(held, which, begin, min(begin + step, shard.size))
                         at = shard.start + begin
-                        yield State(kind, shard.path, shard.shape, at, values, not shard.cut, shard.is_copy)
+                        yield self._state(kind, shard, at, values)
                         if write:
                             write_8bit(held, which, values, begin)
                 continue
@@ -245,9 +252,13 @@ class Engine(ABC):
                 local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
                 flat = local.detach().reshape(-1)
                 if shard.cut or tuple(local.shape) == shard.shape:
-                    yield State(kind, shard.path, shard.shape, shard.start, flat, not shard.cut, shard.is_copy)
+                    yield self._state(kind, shard, shard.start, flat)
                 else:  # adafactor's rows and columns
                     yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
+
+    @staticmethod
+    def _state(kind: str, shard: Shard, start: int, values: Tensor) -> State:
+        return State(kind, shard.path, shard.shape, start, values, not shard.cut, shard.is_copy, shard.columns)
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
