@@ -169,7 +169,8 @@ def assemble(
             if stages is None:
                 engine = Fsdp2(model, levers, place, config.training)
             else:
-                build.freeze(drawn, levers)
+                if levers.lora is None:  # or adapters alone train
+                    build.freeze(drawn, levers)
                 trained = {name: tuple(each.shape) for name, each in drawn.named_parameters() if each.requires_grad}
                 engine = Pipeline(model, levers, place, config.training, mesh, stages, trained)
         else:
