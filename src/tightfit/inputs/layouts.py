@@ -23,8 +23,9 @@ def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | N
         return Message("inputs.groups-are-ours", size=size)
     if levers.stage == 3 and (levers.offload_param != "none" or levers.method == "qlora"):
         return Message("inputs.no-second-copy", size=size)
-    if world is not None and world % size:
-        return Message("inputs.groups-divide", size=size, world=world, sizes=Listing(map(str, divisors(world)), "or"))
+    ranks = None if world is None else world // levers.pipeline_parallel  # that have the same layers
+    if ranks is not None and ranks % size:
+        return Message("inputs.groups-divide", size=size, world=ranks, sizes=Listing(map(str, divisors(ranks)), "or"))
     return None
 
 
@@ -131,6 +132,12 @@ def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         return Message("inputs.layout-is-ours", flag="--expert-parallel", size=size)
     if not levers.is_fsdp2:
         return Message("inputs.layout-needs-engine", flag="--expert-parallel", size=size, engine="fsdp2")
+    for other in ("tensor_parallel", "pipeline_parallel"):
+        if getattr(levers, other) > 1:
+            flag = f"--{other.replace('_', '-')}"
+            return Message("inputs.layouts-apart", one=f"--expert-parallel {size}", other=flag)
+    if levers.lora is not None and levers.lora.targets is None and any(b.lora_on_experts for b in shape.blocks):
+        return Message("inputs.experts-adapted", size=size, model=shape.name)
     experts = [block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)]
     if not experts:
         return Message("inputs.no-experts", size=size, model=shape.name)
