@@ -48,9 +48,7 @@ def test_a_node_that_is_not_reached_is_named() -> None:
 
     thread = threading.Thread(target=arrive)
     thread.start()
-    said = (
-        rf"rank 0 on {this_host()} does not reach beta at 127\.0\.0\.1, port {port} \(connection refused\)"
-    )
+    said = rf"rank 0 on {this_host()} does not reach beta at 127\.0\.0\.1, port {port} \(connection refused\)"
     with pytest.raises(ConfigError, match=said):
         check_reach(store, place(0), {"GLOO_SOCKET_IFNAME": "lo"})
     thread.join()
