@@ -151,11 +151,11 @@ class Rank:
 
     def __init__(self, worker: Any, loop: Any, run: Callable[[int], Any]) -> None:
         from tightfit.train.checkpoint import model_set
-        from tightfit.train.nodes import Nodes
+        from tightfit.train.nodes import NodeDisks
 
         self.worker, self.loop, self._run = worker, loop, run
         self.config, self.place, self.made = worker.config, worker.place, worker.made
-        self.model = model_set(self.made, self.config, worker.prepared.tokenizer, Nodes.together(self.place))
+        self.model = model_set(self.made, self.config, worker.prepared.tokenizer, NodeDisks.together(self.place))
         self.savers = saver_class()
 
     def figures(self) -> Figures:

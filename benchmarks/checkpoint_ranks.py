@@ -30,7 +30,7 @@ from tightfit.train import resume
 from tightfit.train.checkpoint import Saver
 from tightfit.train.engines import MASTER, Counters, State
 from tightfit.train.events import Events
-from tightfit.train.nodes import Nodes
+from tightfit.train.nodes import NodeDisks
 from tightfit.train.place import Place
 from tightfit.train.safetensors_files import Files, tensors_of
 from tightfit.train.saved_model import FileStyle, TensorPiece, TensorSet
@@ -140,7 +140,7 @@ class Bench:
             background=background,
             ranks_here=self.place.world,
             masters=True,
-            nodes=Nodes.together(self.place),
+            nodes=NodeDisks.together(self.place),
         )
 
     def weights_set(self) -> TensorSet:

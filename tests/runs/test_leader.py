@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from desks import wait_until
 
 from tightfit.messages import Said
 from tightfit.runs import follower, wire
 from tightfit.runs.follower import FollowingDesk, Node, Work
 from tightfit.runs.leader import Leader
+from tightfit.runs.processes import this_host
+from tightfit.runs.rank_memory import Rank
 from tightfit.runs.records import WorkerFile
 from tightfit.runs.reservations import free_port
 from tightfit.runs.run import Signals
+from tightfit.runs.watching import RankEye
 from tightfit.runs.wire import Arrived, Connection, Facts
 from tightfit.types import ConfigError
 
@@ -330,3 +335,22 @@ def test_a_leader_that_does_not_know_the_token(tmp_path: Path) -> None:
 )
 def test_a_line_is_read_as_it_was_written(said: wire.Line) -> None:
     assert wire.read_line(wire.write_line(said)) == said
+
+
+def test_what_ranks_of_other_nodes_hold_is_shown(meeting: Meeting) -> None:
+    """And what happens is told to a node that has a folder of its own."""
+    line = meeting.arrive()
+    meeting.hear(line, wire.Welcome)
+    there = Rank(name="rank-2", pid=4711, now_bytes=5, peak_bytes=7, host="beta")
+    line.send(wire.RanksStarted(attempt=0, pids=(4711,), is_apart=True))
+    line.send(wire.Alive(ranks=(there,)))
+    wait_until(lambda: (seat := meeting.leader.seat_of(1)) is not None and seat.ranks and seat.is_apart)
+    (meeting.run / "events.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "st')
+    here = Rank(name="rank-0", pid=1, now_bytes=3, peak_bytes=4, host=this_host())
+    meeting.leader.show_ranks([here])
+    assert RankEye(meeting.run).look() == (replace(here, host=None), there)
+    assert meeting.hear(line, wire.EventsTold).text == '{"event": "step", "step": 1}\n'
+    os.utime(meeting.run / "ranks.json", (0, 0))
+    assert RankEye(meeting.run).look() == ()  # nobody keeps it up to date
+    meeting.close()
+    assert not (meeting.run / "ranks.json").exists()

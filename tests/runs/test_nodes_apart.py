@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from desks import wait_until
 from faulty_training import Trained, may_mount, same_course, small_disk
 from several_nodes import TwoNodes
 
 from tightfit.cli.checkpoints import checkpoints
+from tightfit.cli.watch import watch
 from tightfit.runs.checkpoints import RANGES, newest_first
 from tightfit.runs.processes import this_host
 from tightfit.runs.reservations import free_port
+from tightfit.runs.watching import RankEye
+from tightfit.web.sight import RunSight
 
 pytestmark = pytest.mark.thorough
 NEWEST, OLDER = "step-00000004.part-{}-of-2", "step-00000002.part-{}-of-2"
@@ -189,3 +194,31 @@ def test_the_disk_of_one_node_is_full(tmp_path: Path, undisturbed: Trained) -> N
         assert this_host() in failed[-1]
         assert names(nodes.runs[0]) == [name.replace("part-2", "part-1") for name in names(nodes.runs[1])]
         assert not list(nodes.runs[0].glob("checkpoints/.*")) + list(nodes.runs[1].glob("checkpoints/.*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_run_is_watched_on_each_node(tmp_path: Path, apart: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """`tightfit watch`, and what the page shows: all ranks on node 0, and on a disk of its own those of the node."""
+    nodes = TwoNodes(tmp_path, free_port(), apart=apart)
+    with nodes.desks("--max-steps", "5000") as (first, second):
+        wait_until(lambda: all(has_step(run, 3) for run in nodes.runs) and (nodes.run / "ranks.json").exists())
+        for run in dict.fromkeys(nodes.runs):
+            ranks = [f"rank-{number}" for number in range(0 if run == nodes.run else 2, 4)]
+            wait_until(lambda: [rank.name for rank in RankEye(run).look()] == ranks)  # noqa: B023
+            assert watch([str(run), "--once", "--json"]) == 0
+            seen = json.loads(capsys.readouterr().out)["run"]
+            assert [rank["name"] for rank in seen["ranks"]] == ranks
+            assert seen["step"] >= 3
+            rows = RunSight(run).look(None)["memory"]["rows"]  # type: ignore[call-overload]
+            assert [row["name"] for row in rows] == [rank.replace("-", " ") for rank in ranks]
+        second.send_signal(signal.SIGINT)
+        trained, code, _ = nodes.end(first, second)
+    assert (trained.code, code) == (4, 4), trained.err
+
+
+def has_step(run: Path, step: int) -> bool:
+    try:
+        return f'"step": {step},' in (run / "events.jsonl").read_text()
+    except OSError:
+        return False

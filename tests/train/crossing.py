@@ -21,7 +21,7 @@ from tightfit.train.data.order import Order
 from tightfit.train.data.tokens import pad_id
 from tightfit.train.events import Events
 from tightfit.train.loop import Loop, Windows
-from tightfit.train.nodes import Nodes
+from tightfit.train.nodes import NodeDisks
 from tightfit.train.resume import CheckpointFiles, load
 from tightfit.train.resume import FoundCheckpoint as Checkpoint
 from tightfit.train.sources import open_weights
@@ -43,7 +43,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
 
         join(place)
     made = assemble(config, place, events, None, None, cache)
-    nodes = Nodes.together(place)
+    nodes = NodeDisks.together(place)
     model = model_set(made, config, prepared.tokenizer, nodes)
     order = Order(len(prepared.split.train), config.effective_batch, config.training.seed)
     windows = partial(Windows, order=order, levers=config.levers, place=place, pad_id=pad_id(prepared.tokenizer))

@@ -17,7 +17,7 @@ from running import edit, in_words
 
 from tightfit.runs.checkpoints import MANIFEST, Torn, read_manifest
 from tightfit.train.events import EVENTS, Events
-from tightfit.train.nodes import Nodes
+from tightfit.train.nodes import NodeDisks
 from tightfit.train.place import Place
 from tightfit.train.resume import FoundCheckpoint, choose
 from tightfit.types import ConfigError
@@ -79,7 +79,7 @@ def chosen(run: Path, wanted: str = "auto") -> tuple[FoundCheckpoint | None, lis
     (run / EVENTS).unlink(missing_ok=True)
     events = Events(run, speaks=True)
     try:
-        found = choose(run, wanted, ALONE, Nodes.together(ALONE), events)
+        found = choose(run, wanted, ALONE, NodeDisks.together(ALONE), events)
     finally:
         events.close()
     told = [in_words(json.loads(line)) for line in (run / EVENTS).read_text().splitlines()]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tightfit.runs import checkpoints, disk
 from tightfit.runs.checkpoints import MANIFEST, STATE, Manifest, Part, Span, StoredFile, digest
-from tightfit.train.nodes import Nodes
+from tightfit.train.nodes import NodeDisks
 from tightfit.train.saved_model import FileStyle, PartWriter, SaveError, TensorPiece
 from tightfit.types import ConfigError, UserError
 
@@ -47,7 +47,7 @@ class Ranks:
 
     def write(self, rank: int) -> None:
         """`a` is cut between all ranks, `b` is held by all, `c` by one rank of each node."""
-        nodes = Nodes(rank=rank, of_rank=OF_RANK, hosts=("alpha", "beta"))
+        nodes = NodeDisks(rank=rank, of_rank=OF_RANK, hosts=("alpha", "beta"))
         folder = checkpoints.part_folder_of(self.runs[nodes.here], STEP, nodes.here + 1, 2)
         pieces, quarter = [], values("a").numel() // 4
         start, stop = rank * quarter, values("a").numel() if rank == 3 else (rank + 1) * quarter
@@ -107,16 +107,15 @@ def test_parts_are_a_checkpoint_when_they_lie_together(tmp_path: Path) -> None:
     assert [goner.path.name for goner in gone] == ["step-00000005.part-2-of-2", "step-00000005.part-1-of-2"]
 
 
-def test_what_several_nodes_hold_is_written_by_two_of_them(tmp_path: Path) -> None:
-    of_rank = (0, 0, 1, 1, 2, 2)
+def test_what_several_nodes_hold_is_written_by_two_of_them() -> None:
+    three = [NodeDisks(rank=rank, of_rank=(0, 0, 1, 1, 2, 2), hosts=("a", "b", "c")) for rank in range(6)]
+    one = [NodeDisks(rank=rank, of_rank=(0,) * 6, hosts=("a",)) for rank in range(6)]
     for number in range(12):
-        turns = [Nodes(rank=rank, of_rank=of_rank, hosts=("a", "b", "c")).turn(number, range(6)) for rank in range(6)]
+        turns = [disks.turn(number, range(6)) for disks in three]
         assert sorted(filter(None, turns)) == ["again", "first"]
-        assert of_rank[turns.index("first")] != of_rank[turns.index("again")]
-        alone = [Nodes(rank=rank, of_rank=of_rank, hosts=("a", "b", "c")).turn(number, (2, 3)) for rank in (2, 3)]
-        assert sorted(map(str, alone)) == ["None", "first"]
-        together = [Nodes(rank=rank, of_rank=(0,) * 6, hosts=("a",)).turn(number, range(6)) for rank in range(6)]
-        assert list(filter(None, together)) == ["first"]
+        assert three[turns.index("first")].here != three[turns.index("again")].here
+        assert sorted(str(disks.turn(number, (2, 3))) for disks in three[2:4]) == ["None", "first"]
+        assert [turn for disks in one if (turn := disks.turn(number, range(6)))] == ["first"]
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, name: str, fails: Callable[..., bool], code: int) -> None:

@@ -48,7 +48,6 @@ class Seat:
 
     arrived: Arrived
     connection: Connection
-    sees_folder: bool
     address: str  # from which it came
     ahead_s: float  # of its clock, before ours
     is_checked: bool = False
@@ -168,8 +167,7 @@ class Leader:
         if not record.is_proof(proof.proof, nonce, arrived.nonce, arrived.desk):
             connection.send(wire.NodeRefused(said=Message("runs.node-unproved")))
             return None
-        sees = not proof.by_key
-        seat = Seat(arrived=arrived, connection=connection, sees_folder=sees, address=address, ahead_s=ahead_s)
+        seat = Seat(arrived=arrived, connection=connection, address=address, ahead_s=ahead_s)
         with self._change:
             there = self._seats.get(arrived.node)
             if there is not None and there.lives and there.arrived.desk != arrived.desk:

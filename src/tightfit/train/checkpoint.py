@@ -47,7 +47,7 @@ from tightfit.train.build import DTYPES
 from tightfit.train.config import WorkerConfig
 from tightfit.train.engines import MASTER, Engine, State
 from tightfit.train.events import Events
-from tightfit.train.nodes import Nodes, Turn
+from tightfit.train.nodes import NodeDisks, Turn
 from tightfit.train.place import Place, everyone, make_side_group, meet, totals, words
 from tightfit.train.saved_model import (
     ADAPTER,
@@ -130,7 +130,7 @@ class Saver:
     background: bool
     ranks_here: int  # that share this machine's memory
     masters: bool  # weights train in 16 bits, and their fp32 copies are worth a file of their own
-    nodes: Nodes
+    nodes: NodeDisks
     last: int | None = None  # the step of the newest checkpoint that stands, as far as this run knows
 
     def __post_init__(self) -> None:
@@ -274,7 +274,7 @@ class Saver:
         events.write(event, **fields)
 
 
-def turn_of(nodes: Nodes, number: int, held: Shard | State, *, alike: bool) -> Turn:
+def turn_of(nodes: NodeDisks, number: int, held: Shard | State, *, alike: bool) -> Turn:
     """Whether this rank writes the range of that number. `alike`: every rank holds it. Ranks that have columns of the
     same rows make pieces of them together, so all or none of them must write: such a part is written once."""
     every = range(len(nodes.of_rank))
@@ -285,7 +285,7 @@ def turn_of(nodes: Nodes, number: int, held: Shard | State, *, alike: bool) -> T
     return nodes.turn(number, held.holders)
 
 
-def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, nodes: Nodes) -> TensorSet:
+def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, nodes: NodeDisks) -> TensorSet:
     """What `from_pretrained` reads, or PEFT where adapters train; every rank writes its own part."""
     model = made.engine.model
 
@@ -344,7 +344,7 @@ def state_name(path: str) -> str:
     return adapter_name(path) if ".lora_" in path else plain_name(path)
 
 
-def state_set(engine: Engine, nodes: Nodes, *, masters: bool) -> TensorSet | None:
+def state_set(engine: Engine, nodes: NodeDisks, *, masters: bool) -> TensorSet | None:
     """fp32 copies and moments of everything that trains, as `exp_avg/NAME`; None: there are none."""
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes

@@ -34,7 +34,7 @@ Turn = Literal["first", "again"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nodes:
+class NodeDisks:
     """The disks of a run, from 0 on; a node is whoever sees one of them."""
 
     rank: int
@@ -42,7 +42,7 @@ class Nodes:
     hosts: tuple[str, ...]  # the name of a machine of each node
 
     @classmethod
-    def together(cls, place: Place) -> Nodes:
+    def together(cls, place: Place) -> NodeDisks:
         """One folder for all."""
         return cls(rank=place.rank, of_rank=(0,) * place.world, hosts=(platform.node(),))
 
@@ -78,10 +78,10 @@ class Nodes:
         return None
 
 
-def find_nodes(run: Path, place: Place) -> Nodes:
+def find_nodes(run: Path, place: Place) -> NodeDisks:
     """The same on every rank."""
     if place.is_alone:
-        return Nodes.together(place)
+        return NodeDisks.together(place)
     with suppress(OSError):  # whoever has to write there will say so
         run.mkdir(parents=True, exist_ok=True)
     folders = [line.split("|") for line in words(place, f"{platform.node()}|{secrets.token_hex(8)}|{_identify(run)}")]
@@ -90,7 +90,7 @@ def find_nodes(run: Path, place: Place) -> Nodes:
         first.setdefault(folder, rank)
     firsts = sorted(first.values())
     if len(firsts) == 1:
-        return Nodes.together(place)
+        return NodeDisks.together(place)
     hidden = run / HEARTBEATS
     marks = {hidden / f"node-{folders[rank][1]}": rank for rank in firsts}
     own = next((path for path, rank in marks.items() if rank == place.rank), None)
@@ -120,7 +120,7 @@ def find_nodes(run: Path, place: Place) -> Nodes:
             together = {each: low if its == high else its for each, its in together.items()}
     numbers = {rank: number for number, rank in enumerate(sorted(set(together.values())))}
     of_rank = tuple(numbers[together[first[folder]]] for _, _, folder in folders)
-    return Nodes(rank=place.rank, of_rank=of_rank, hosts=tuple(folders[rank][0] for rank in numbers))
+    return NodeDisks(rank=place.rank, of_rank=of_rank, hosts=tuple(folders[rank][0] for rank in numbers))
 
 
 def _identify(folder: Path) -> str:

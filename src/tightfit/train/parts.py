@@ -3,7 +3,7 @@
 The first rank of each node tells all what lies in its folder. Parts of one checkpoint are known by their id, so it does
 not matter which node wrote them, nor under which number. To whoever reads, the files of the whole checkpoint are there
 (`PartFiles`): a range that lies on this node's disk is read there, any other one comes over the process group from the
-first rank of a node that has it, where a thread waits for such questions. Nodes, ranks and layout may therefore be
+first rank of a node that has it, where a thread waits for such questions. NodeDisks, ranks and layout may therefore be
 others than those that wrote the parts; where they are the same, next to nothing travels.
 
 The trained model is wanted in one folder. Other nodes send what they would have written to rank 0, a piece at a time.
@@ -27,7 +27,7 @@ from tightfit.inputs.records import parse_json
 from tightfit.messages import Listing, Message, Said, as_json, from_json, message_of
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import MANIFEST, Manifest, Span, Torn, Unknown, find_lacking, name_part
-from tightfit.train.nodes import Nodes
+from tightfit.train.nodes import NodeDisks
 from tightfit.train.place import Place, make_side_group, meet, words
 from tightfit.train.safetensors_files import Files
 from tightfit.train.saved_model import HOST_BYTES, Names, SaveError, TensorPiece, TensorSet, write_model
@@ -58,7 +58,7 @@ class Offer:
         return self.lying[0].folder
 
 
-def find_offers(place: Place, nodes: Nodes, folders: Sequence[Path]) -> list[Offer]:
+def find_offers(place: Place, nodes: NodeDisks, folders: Sequence[Path]) -> list[Offer]:
     """What lies in the folders that each node names; the newest first. The same on every rank."""
     found = []
     for folder in folders if nodes.leads else ():
@@ -91,7 +91,7 @@ class Judged:
 Verify = Callable[[Path, Sequence[tuple[str, Span]]], None]
 
 
-def judge(offer: Offer, place: Place, nodes: Nodes, verify: Verify) -> Judged:
+def judge(offer: Offer, place: Place, nodes: NodeDisks, verify: Verify) -> Judged:
     """Whether all of its bytes are there and as they were written. `verify`: hashes what it is given, on this rank."""
     wrong: list[tuple[int, bool, Any]] = []
     for number, lying in enumerate(offer.lying):
@@ -127,7 +127,7 @@ def judge(offer: Offer, place: Place, nodes: Nodes, verify: Verify) -> Judged:
     return Judged(lying=holding, manifests=manifests, state=state)
 
 
-def _broadcast(place: Place, nodes: Nodes, lying: Lying, name: str) -> bytes:
+def _broadcast(place: Place, nodes: NodeDisks, lying: Lying, name: str) -> bytes:
     """A small file of one node, to all."""
     if not nodes.are_apart:
         return (lying.folder / name).read_bytes()
@@ -156,7 +156,7 @@ class _Piece:
 class PartFiles(Files):
     """The files of a checkpoint, as if they lay in one folder. All ranks make and finish it together."""
 
-    def __init__(self, folder: Path, judged: Judged, place: Place, nodes: Nodes) -> None:
+    def __init__(self, folder: Path, judged: Judged, place: Place, nodes: NodeDisks) -> None:
         """`folder`: the one in which the files seem to lie."""
         super().__init__()
         self._folder, self._place, self._nodes = folder, place, nodes
@@ -278,7 +278,7 @@ class PartFiles(Files):
 # --- the trained model ----------------------------------------------------------------------------
 
 
-def write_on_first(folder: Path, model: TensorSet, place: Place, nodes: Nodes) -> int:
+def write_on_first(folder: Path, model: TensorSet, place: Place, nodes: NodeDisks) -> int:
     """The model as one folder on the disk that rank 0 sees; called by all ranks. Returns the bytes of its files."""
     if not nodes.are_apart:
         return write_model(

@@ -33,7 +33,7 @@ from tightfit.train.data.samples import Samples
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, NamedTensors
 from tightfit.train.engines import MASTER, Counters, Engine, LossScale
 from tightfit.train.events import Events
-from tightfit.train.nodes import Nodes
+from tightfit.train.nodes import NodeDisks
 from tightfit.train.parts import PartFiles, find_offers, judge
 from tightfit.train.place import Place, meet
 from tightfit.train.safetensors_files import Files, Stored, read_header
@@ -58,7 +58,7 @@ class FoundCheckpoint:
     weights_alone: bool = False  # the training begins with its weights, and the optimizer anew
 
 
-def choose(run: Path, wanted: str, place: Place, nodes: Nodes, events: Events) -> FoundCheckpoint | None:
+def choose(run: Path, wanted: str, place: Place, nodes: NodeDisks, events: Events) -> FoundCheckpoint | None:
     """The checkpoint to go on from; None: there is none, or none is wanted. The same on every rank."""
     clear(run, place, nodes)
     if wanted == NONE:
@@ -100,7 +100,7 @@ def choose(run: Path, wanted: str, place: Place, nodes: Nodes, events: Events) -
     return None
 
 
-def make_way(run: Path, found: FoundCheckpoint | None, wanted: str, nodes: Nodes) -> None:
+def make_way(run: Path, found: FoundCheckpoint | None, wanted: str, nodes: NodeDisks) -> None:
     """Going back behind newer ones, or beginning anew: a later start would take those, which are of another course,
     and rotation would keep them instead of this run's. The desk has done the same where there is one."""
     if wanted == AUTO or not nodes.leads:
@@ -110,7 +110,7 @@ def make_way(run: Path, found: FoundCheckpoint | None, wanted: str, nodes: Nodes
     set_aside(run, [each for each in checkpoints.newest_first(run) if (checkpoints.step_of(each) or 0) > behind])
 
 
-def clear(run: Path, place: Place, nodes: Nodes) -> None:
+def clear(run: Path, place: Place, nodes: NodeDisks) -> None:
     """What killed runs left half-written. Whoever is here holds the run's lock."""
     if nodes.leads and not place.rehearsal:
         for orphan in checkpoints.orphans(run):

@@ -57,7 +57,7 @@ from tightfit.runs.checkpoints import (
 )
 from tightfit.runs.checkpoints import Span as Hashed
 from tightfit.runs.folder import is_run
-from tightfit.train.nodes import Nodes
+from tightfit.train.nodes import NodeDisks
 from tightfit.train.safetensors_files import LENGTH_BYTES, NAMES
 from tightfit.types import TightfitError, UserError
 
@@ -375,7 +375,7 @@ class PartWriter(Writer):
     """One rank's hand in writing its node's part of a folder."""
 
     def __init__(
-        self, folder: Path, *, nodes: Nodes, barrier: Callable[[], None], tell: Callable[[str], list[str]]
+        self, folder: Path, *, nodes: NodeDisks, barrier: Callable[[], None], tell: Callable[[str], list[str]]
     ) -> None:
         """`tell`: what each rank has to say, to all of them."""
         here = nodes.ranks_here

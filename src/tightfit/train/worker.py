@@ -33,7 +33,7 @@ from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of, watchers
 from tightfit.train.loop import Ending, Loop, Windows
-from tightfit.train.nodes import Nodes, find_nodes
+from tightfit.train.nodes import NodeDisks, find_nodes
 from tightfit.train.parts import write_on_first
 from tightfit.train.place import Place
 from tightfit.train.probe import Milestones, PlanProof, probe, proofs, recomputation
@@ -196,12 +196,15 @@ class Worker:
         steps = config.training.max_steps or max(1, order.steps_in(config.training.epochs or 1))
         if self.options.rehearse:
             steps = self.options.rehearse_steps
-        nodes = Nodes.together(place) if self.options.rehearse else find_nodes(config.folder, place)
+        nodes = NodeDisks.together(place) if self.options.rehearse else find_nodes(config.folder, place)
         found = self._find_checkpoint(job, steps, nodes)
         made = self.assemble(prepared, found)
         milestones = Milestones(self.events, config.predicted, place)
         milestones.measure("init")
         self._prove(*proofs(config, place, made.engine.holdings()))
+        if nodes.are_apart:
+            hosts = Listing(nodes.hosts, "and")
+            self.events.write("warning", text=Message("train.checkpoints-in-parts", hosts=hosts))
         for sentence in (*prepared.said, *(each for _, each in places.gather_messages(place, made.said))):
             self.events.write("warning", text=sentence)
         pad, compiler = pad_id(prepared.tokenizer), made.compiler
@@ -265,7 +268,7 @@ class Worker:
         self._say_end(ending, loop, milestones)
         return ending
 
-    def _find_checkpoint(self, job: dict[str, Any], steps: int, nodes: Nodes) -> FoundCheckpoint | None:
+    def _find_checkpoint(self, job: dict[str, Any], steps: int, nodes: NodeDisks) -> FoundCheckpoint | None:
         """The checkpoint to go on from, if this job of so many steps may. Nothing is said of one that is refused."""
         if self.options.rehearse:
             return None
@@ -293,7 +296,7 @@ class Worker:
         )
         return found
 
-    def _find_deepspeed_checkpoint(self, folder: Path, nodes: Nodes) -> FoundCheckpoint:
+    def _find_deepspeed_checkpoint(self, folder: Path, nodes: NodeDisks) -> FoundCheckpoint:
         """A checkpoint of another program, from which this job goes on as far as it can."""
         resume.clear(self.config.folder, self.place, nodes)
         opened = open_deepspeed(folder, trust_pickle=self.options.trust_pickle)
