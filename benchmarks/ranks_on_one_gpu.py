@@ -30,6 +30,10 @@ WIDE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_si
         "max_position_embeddings": 2048, "tie_word_embeddings": False}  # fmt: skip
 """With as many heads of keys and values as there are ranks."""
 ADAPTERS = {"model": WIDE, "method": "lora", "lora_rank": 4, "learning_rate": 3e-2}
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+           "vocab_size": 512, "max_position_embeddings": 2048}  # fmt: skip
+EXPERTS = {"model": MIXTRAL, "engine": "fsdp2"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"engine": "ddp"}),
     "FSDP2 over 4": (4, {"engine": "fsdp2"}),
@@ -41,14 +45,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2 over 2, pipeline of 2, interleaved": (4, {"engine": "fsdp2", "pipeline_parallel": 2, "stages_per_gpu": 2}),
     "FSDP2 over 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2}),
     "FSDP2 in groups of 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2, "shard_within": 2}),
+    "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
+    "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
+    "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
+    "experts, alone": (1, {**EXPERTS, "engine": "ddp"}),
+    "FSDP2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2}),
+    "FSDP2, experts on 4 GPUs": (4, {**EXPERTS, "expert_parallel": 4}),
+    "FSDP2 in groups of 2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2, "shard_within": 2}),
     "alone, more heads": (1, {"engine": "ddp", "model": WIDE}),
     "FSDP2, 4 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 4, "loss": "fused", "model": WIDE}),
     "alone, adapters": (1, {"engine": "ddp", **ADAPTERS}),
     "FSDP2 over 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "tensor_parallel": 2, **ADAPTERS}),
-    "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
-    "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
-    "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
 }
+"""Each is compared with the last one of a single rank before it."""
 LIMIT_S = 150
 
 
@@ -57,7 +66,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "run", "rank"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="layouts with this word, beside the one rank alone")
+    parser.add_argument("--only", default="", help="layouts with this word, beside those of one rank alone")
     args = parser.parse_args()
     {"prepare": prepare, "run": run, "rank": work}[args.what](args)
 
@@ -85,7 +94,7 @@ def prepare(args: argparse.Namespace) -> None:
         flags["micro_batch"] = 8 if ranks == 1 else 1
         if isinstance(flags["model"], dict):
             (folder / "config.json").write_text(json.dumps(flags["model"]))
-            flags["model"] = str(folder)
+            flags["model"] = str(folder / "config.json")
         found = plan(job_from_flags(flags), None, Hardware(gpu=card, gpus_per_node=ranks, host_ram_bytes=128 << 30))
         assert found.chosen is not None, layout
         for name, text in render(found, Target()).items():
@@ -98,7 +107,7 @@ def _words() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    alone: dict[str, list[float]] = {}  # by what is trained
+    alone: list[float] = []
     args.path = args.path.resolve()
     for layout, (ranks, _) in LAYOUTS.items():
         if ranks > 1 and args.only not in layout:
@@ -116,9 +125,8 @@ def run(args: argparse.Namespace) -> None:
         row["losses"] = [each["loss"] for each in found if each["event"] == "step"]
         if any(codes) or len(row["losses"]) < STEPS:
             row["error"] = said[-1500:]
-        trained = json.dumps([orders["model"]["config"], orders["levers"]["method"]])
-        pairs = zip(row["losses"], alone.setdefault(trained, row["losses"]), strict=False)
-        row["apart"] = max([abs(one / other - 1) for one, other in pairs], default=1)
+        alone = row["losses"] if ranks == 1 else alone
+        row["apart"] = max([abs(one / other - 1) for one, other in zip(row["losses"], alone, strict=False)], default=1)
         with args.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(layout, row["wall_s"], row["losses"], f"{row['apart']:.1e}", row.get("error", ""), flush=True)
