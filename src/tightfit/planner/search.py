@@ -13,20 +13,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from tightfit.inputs.layouts import divisors, find_sharing_obstacle
+from tightfit.inputs.layouts import check_layout
+from tightfit.memory.operations import FP32
+from tightfit.memory.weights import WIDTH
 from tightfit.pace import Clock, pace, step_seconds
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
-from tightfit.types import DDP, Buckets, Checkpointing, Levers
+from tightfit.types import DDP, Buckets, Checkpointing, ConfigError, Levers
 
 LONG_TOKENS = 16_384  # of a sequence that is worth cutting: its activations outweigh what a node sends for it
+MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
+GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
 
@@ -87,7 +92,7 @@ def something_fits(question: Question) -> bool:
 
 def fits_at_all(question: Question) -> bool:
     """The same for all GPUs and no fewer."""
-    for levers in _strategies(question):
+    for levers in list_strategies(question):
         ladders = [Ladder(question, corner, set()) for corner in frugal(_corners(question, levers))]
         if _can_fit([ladder for ladder in ladders if ladder.may_fit()]):
             return True
@@ -115,6 +120,8 @@ def _smaller(question: Question) -> Iterator[Question]:
 def _is_slower(question: Question, most_s: float) -> bool:
     """Whether the GPU's own work on its share of the batch takes longer than this, with nothing recomputed and nobody
     to wait for. Most often the arithmetic alone does."""
+    if question.effective_batch < question.hardware.world // question.base.ranks_per_sample:
+        return False  # several GPUs have a sequence together
     levers = replace(question.base, engine=DDP, offload_optimizer="none", offload_param="none")
     clock = Clock(question.shape, levers, replace(question.hardware, nodes=1, gpus_per_node=1))
     if clock.least_s(question.effective_batch // question.hardware.world) > most_s:
@@ -122,26 +129,48 @@ def _is_slower(question: Question, most_s: float) -> bool:
     return all(clock.own_s(corner.rest, corner.choice) > most_s for corner in _corners(question, levers))
 
 
-def _strategies(question: Question) -> list[Levers]:
+def list_strategies(question: Question) -> list[Levers]:
     def can_start(levers: Levers) -> bool:
         known = question.engines is None or levers.engine in question.engines
         return known and question.trainer.starts(levers.engine, levers, question.hardware)
 
     ways = filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))
-    return [way for levers in ways for way in _share_sequences(question, levers)]
+    return [way for levers in ways for way in _share(question, levers) if _can_lie_so(question, way)]
 
 
-def _share_sequences(question: Question, levers: Levers) -> list[Levers]:
-    """With a GPU for each sequence and, where these are long, with several, as many as one node has at most."""
-    hardware, found = question.hardware, [levers]
-    if "sequence_parallel" in question.pinned or levers.sequence < LONG_TOKENS:
+def _share(question: Question, levers: Levers) -> list[Levers]:
+    """With a GPU for each sequence, and with several, as many as one node has at most.
+
+    They share the tokens where sequences are long, and where a batch has fewer sequences than there are GPUs; then as
+    few of them as will do. They share the layers in these cases too, on very many GPUs, and where layers are too large
+    to be gathered whole: that sends more, but of the weights each has a part alone."""
+    hardware = question.hardware
+    sizes = question.sharing_sizes(hardware) if levers.ranks_per_sample == 1 else []
+    is_lacking = question.effective_batch % levers.data_ranks(hardware.world) > 0
+    is_long, found = levers.sequence >= LONG_TOKENS, [] if is_lacking else [levers]
+    if "sequence_parallel" not in question.pinned and (is_long or is_lacking):
+        found += [replace(levers, sequence_parallel=size) for size in (sizes if is_long else sizes[:1])]
+    if "tensor_parallel" in question.pinned or not levers.is_fsdp2:
         return found
-    for size in divisors(hardware.gpus_per_node):
-        shared = replace(levers, sequence_parallel=size)
-        has_batch = question.effective_batch % shared.data_ranks(hardware.world) == 0
-        if has_batch and find_sharing_obstacle(shared, question.shape, hardware.world) is None:
-            found.append(shared)
+    if is_long or is_lacking or hardware.world >= MANY_GPUS or _gathers_much(question, levers):
+        found += [replace(levers, tensor_parallel=size) for size in sizes]
     return found
+
+
+def _gathers_much(question: Question, levers: Levers) -> bool:
+    """Three times a layer's weights (those at work, what travels, what comes next), and its gradients in fp32."""
+    largest = max([sum([tensor.numel for tensor in block.tensors]) for block in question.shape.blocks])
+    each = 3 * WIDTH[levers.precision] + (FP32 if levers.trains_base else 0)
+    return largest * each > GATHERED_SHARE * question.hardware.gpu.memory_bytes
+
+
+def _can_lie_so(question: Question, levers: Levers) -> bool:
+    if levers.ranks_per_sample == 1:
+        return True
+    with suppress(ConfigError):
+        check_layout(levers, question.shape, question.hardware.world)
+        return True
+    return False
 
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
@@ -152,7 +181,7 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
     """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
     interest."""
-    for levers in _strategies(question):
+    for levers in list_strategies(question):
         _search_strategy(question, levers, found, most_s, nearest=nearest)
 
 

@@ -272,7 +272,7 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
     over = "!" if ram is not None and host > ram else ""
     return {
         "": mark,
-        "engine": f"{ENGINES[levers.engine]}{f' ÷{levers.shard_within}' if levers.shard_within else ''}",
+        "engine": ENGINES[levers.engine] + _layout(levers),
         "offload": _offload(levers),
         "checkpoint": _depth(levers.checkpointing),
         "batch": f"{levers.micro_batch}{_parts(levers)} × {levers.accumulation}",
@@ -284,6 +284,12 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
         "free": f"{100 * way.gpu_spare_bytes / way.hardware.gpu.memory_bytes:.0f} %",
         "lacks": "+".join(lacking_bytes(way)),
     }
+
+
+def _layout(levers: Levers) -> str:
+    """How many GPUs share a copy of the weights, and each layer."""
+    groups = f" ÷{levers.shard_within}" if levers.shard_within else ""
+    return f"{groups} TP{levers.tensor_parallel}" if levers.tensor_parallel > 1 else groups
 
 
 def _parts(levers: Levers) -> str:
