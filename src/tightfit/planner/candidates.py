@@ -273,7 +273,7 @@ def _list_depths(
     asked = "checkpointing" in pinned
     can_send = levers.compile == "layers" and levers.trainer == "tightfit" and hardware.gpu.vendor != "cpu"
     found = [] if asked else [Checkpointing(layers=None)]
-    # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again. Layers that GPUs share have no parts.
+    # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again. Shared layers have no parts.
     if asked or (tries_parts and levers.stage != 3 and levers.tensor_parallel == 1):
         for parts in selections(shape, levers, hardware):
             found.append(Checkpointing(layers=None, select=parts))

@@ -272,7 +272,7 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
     over = "!" if ram is not None and host > ram else ""
     return {
         "": mark,
-        "engine": ENGINES[levers.engine] + _layout(levers),
+        "engine": f"{ENGINES[levers.engine]}{_layout(levers)}",
         "offload": _offload(levers),
         "checkpoint": _depth(levers.checkpointing),
         "batch": f"{levers.micro_batch}{_parts(levers)} × {levers.accumulation}",
