@@ -31,6 +31,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2 in groups of 2": (4, {"engine": "fsdp2", "shard_within": 2}),
     "FSDP2, 2 GPUs per sequence": (4, {"engine": "fsdp2", "sequence_parallel": 2}),
     "FSDP2 in groups of 2, 4 GPUs per sequence": (4, {"engine": "fsdp2", "shard_within": 2, "sequence_parallel": 4}),
+    "FSDP2 over 2, pipeline of 2": (4, {"engine": "fsdp2", "pipeline_parallel": 2}),
+    "FSDP2, pipeline of 4": (4, {"engine": "fsdp2", "pipeline_parallel": 4, "loss": "fused"}),
+    "FSDP2 over 2, pipeline of 2, interleaved": (4, {"engine": "fsdp2", "pipeline_parallel": 2, "stages_per_gpu": 2}),
     "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
     "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
     "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
@@ -149,6 +152,8 @@ def work(args: argparse.Namespace) -> None:
             for module in (dist, dist.distributed_c10d):
                 if hasattr(module, name):
                     setattr(module, name, through_host(getattr(module, name)))
+        for module in (dist, dist.distributed_c10d):
+            module.isend, module.irecv = send_from_host(module.isend), receive_on_host(module.irecv)
 
     dist.init_process_group = begin_through_host
     train([str(args.path / "worker.json"), "--no-probe"])
@@ -162,6 +167,40 @@ class Done:
 
     def is_completed(self) -> bool:
         return True
+
+
+class Arriving:
+    """What is on its way to or from the host's copy of a tensor on a GPU."""
+
+    def __init__(self, work: Any, host: Any, device: Any = None) -> None:
+        self.work, self.host, self.device = work, host, device
+
+    def wait(self, *_: Any) -> bool:
+        import torch
+
+        self.work.wait()
+        if self.device is not None:
+            with torch.no_grad():
+                self.device.copy_(self.host)
+        return True
+
+
+def send_from_host(send: Callable[..., Any]) -> Callable[..., Any]:
+    def send_copy(tensor: Any, *words: Any, **named: Any) -> Any:
+        host = tensor.detach().cpu()
+        return Arriving(send(host, *words, **named), host)
+
+    return send_copy
+
+
+def receive_on_host(receive: Callable[..., Any]) -> Callable[..., Any]:
+    def receive_copy(tensor: Any, *words: Any, **named: Any) -> Any:
+        import torch
+
+        host = torch.empty_like(tensor, device="cpu")
+        return Arriving(receive(host, *words, **named), host, tensor)
+
+    return receive_copy
 
 
 def through_host(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -649,6 +649,10 @@ class Levers:
         whole = self.shard_within if self.is_fsdp2 and self.shard_within else world // self.pipeline_parallel
         return max(1, whole // self.tensor_parallel)
 
+    def stage_ranks(self, world: int) -> int:
+        """How many of these ranks have the same stages of a pipeline, or their parts of them."""
+        return max(1, world // self.pipeline_parallel)
+
     def data_ranks(self, world: int) -> int:
         """How many of these ranks read samples of their own: those that share sequences or layers, or hand micro
         batches on to each other, read the same, and count as one."""
@@ -657,6 +661,11 @@ class Levers:
     @property
     def ranks_per_sample(self) -> int:
         return prod(getattr(self, name) for name in READ_TOGETHER)
+
+    @property
+    def row_parts(self) -> int:
+        """Ranks that have a part of the tokens of each row each, outside of attention at least."""
+        return self.sequence_parallel * self.tensor_parallel
 
     @property
     def groups(self) -> int:

@@ -1,9 +1,9 @@
 """Saved under one engine, stage and number of ranks, loaded under another: every bit of it, and the run goes on.
 
 Each of five engines saves from two ranks, and FSDP2 from four as well: in two groups that have a copy of the model
-each, or that share their sequences. Each of them, with one, two and three ranks, loads all and saves them again at
-once: weights, fp32 copies and moments must be the same bytes in the file. The loss of the next step may differ by the
-order in which an engine adds: two parts in a thousand in bf16, as in test_same_losses.
+each, or that share their sequences or their layers, or in a pipeline. Each of them, with one, two and three ranks,
+loads all and saves them again at once: weights, fp32 copies and moments must be the same bytes in the file. The loss of
+the next step may differ by the order in which an engine adds: two parts in a thousand in bf16, as in test_same_losses.
 """
 
 from __future__ import annotations
@@ -22,10 +22,19 @@ pytestmark = pytest.mark.thorough
 
 GROUPS = "fsdp2 in groups"
 SHARED = "fsdp2 shares sequences"
-OF_FOUR: dict[str, dict[str, Any]] = {GROUPS: {"shard_within": 2}, SHARED: {"sequence_parallel": 2}}
+LAYERS = "fsdp2 shares layers"
+ROW = "fsdp2 in a pipeline"
+OF_FOUR: dict[str, dict[str, Any]] = {
+    GROUPS: {"shard_within": 2},
+    SHARED: {"sequence_parallel": 2},
+    LAYERS: {"tensor_parallel": 2},
+    ROW: {"pipeline_parallel": 2},
+    "fsdp2 interleaved": {"pipeline_parallel": 2, "stages_per_gpu": 2},
+}
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", *OF_FOUR)
-QUICKLY = (("zero3", 1, ("fsdp2", GROUPS)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
-QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")),)
+QUICKLY = (("zero3", 1, ("fsdp2", GROUPS, ROW)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
+QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")), (ROW, 4, ("zero3", ROW)), (LAYERS, 4, ("zero3", ROW, LAYERS)))
+QUICKLY += (("fsdp2", 3, (LAYERS,)),)
 """What `make test` has of it: both ways of cutting, each from the other."""
 STEP, TOLERANCE = 2, 2e-3
 FLAGS = {

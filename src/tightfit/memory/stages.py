@@ -102,7 +102,7 @@ def _multiplications(block: Block, sequence: int) -> int:
     return total
 
 
-def find_fullest(levers: Levers) -> int:
+def find_fullest(shape: ModelShape, levers: Levers) -> int:
     """The GPU of the row that needs most memory. The first has the embedding, and most micro batches in flight."""
     return 0
 
