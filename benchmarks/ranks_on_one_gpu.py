@@ -25,6 +25,10 @@ STEPS = 5
 USUAL: dict[str, Any] = {"model": "tiny_llama", "precision": "fp32", "seq": 128, "effective_batch": 8, "micro_batch": 1,
                          "max_steps": STEPS, "learning_rate": 3e-3, "checkpointing": "full", "compile": "off",
                          "attention": "sdpa", "loss": "plain"}  # fmt: skip
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+           "vocab_size": 512, "max_position_embeddings": 2048}  # fmt: skip
+EXPERTS = {"model": MIXTRAL, "engine": "fsdp2"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"engine": "ddp"}),
     "FSDP2 over 4": (4, {"engine": "fsdp2"}),
@@ -37,7 +41,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
     "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
     "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
+    "experts, alone": (1, {**EXPERTS, "engine": "ddp"}),
+    "FSDP2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2}),
+    "FSDP2, experts on 4 GPUs": (4, {**EXPERTS, "expert_parallel": 4}),
+    "FSDP2 in groups of 2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2, "shard_within": 2}),
 }
+"""Each is compared with the last one of a single rank before it."""
 LIMIT_S = 150
 
 
@@ -46,7 +55,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "run", "rank"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="layouts with this word, beside the one rank alone")
+    parser.add_argument("--only", default="", help="layouts with this word, beside those of one rank alone")
     args = parser.parse_args()
     {"prepare": prepare, "run": run, "rank": work}[args.what](args)
 
@@ -72,6 +81,9 @@ def prepare(args: argparse.Namespace) -> None:
         folder.mkdir(exist_ok=True)
         flags = {**USUAL, **levers, "data": "examples.jsonl", "output": "run"}
         flags["micro_batch"] = 8 if ranks == 1 else 1
+        if isinstance(flags["model"], dict):
+            (folder / "config.json").write_text(json.dumps(flags["model"]))
+            flags["model"] = str(folder / "config.json")
         found = plan(job_from_flags(flags), None, Hardware(gpu=card, gpus_per_node=ranks, host_ram_bytes=128 << 30))
         assert found.chosen is not None, layout
         for name, text in render(found, Target()).items():
@@ -102,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         row["losses"] = [each["loss"] for each in found if each["event"] == "step"]
         if any(codes) or len(row["losses"]) < STEPS:
             row["error"] = said[-1500:]
-        alone = alone or row["losses"]
+        alone = row["losses"] if ranks == 1 else alone
         row["apart"] = max([abs(one / other - 1) for one, other in zip(row["losses"], alone, strict=False)], default=1)
         with args.out.open("a") as out:
             out.write(json.dumps(row) + "\n")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from plain import plain_losses, plain_steps, write_examples
 from running import Ran, edit, run_ranks, write_plan
+from small_models import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 
 from tightfit.hardware.machine import read_text
 
@@ -48,10 +49,13 @@ SHARED_LAYERS = {"engine": "fsdp2", "precision": "fp32", "tensor_parallel": 2}
 """Four ranks, of which two and two share each layer."""
 IN_A_ROW = {"engine": "fsdp2", "pipeline_parallel": 2, "precision": "fp32", "micro_batch": 1}
 """Four ranks: two stages, each of which two ranks share."""
+OF_FOUR = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
 MAMBA = {"model": "tiny_mamba", "precision": "fp32", "seq": 48}
+EXPERTS = {"model": MIXTRAL, "engine": "fsdp2", "precision": "fp32", "expert_parallel": 2}
+"""Four ranks, of which two and two share the experts of each layer."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"engine": "ddp"},
@@ -75,6 +79,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 shares sequences of four": {"engine": "zero3", "precision": "fp32", "sequence_parallel": 4},
     "fsdp2 lora shares sequences": {"engine": "fsdp2", **SHARED, **LORA},
     "zero3 lora shares sequences": {"engine": "zero3", **SHARED, **LORA, "checkpointing": "select:qkv,mlp"},
+    "shares experts": EXPERTS,
+    "shares experts, others of a token": {**EXPERTS, "model": QWEN3_MOE, "checkpointing": "full"},
+    "shares experts beside a common one": {**EXPERTS, "model": QWEN2_MOE, "checkpointing": "select:mlp"},
+    "shares experts of four": {**EXPERTS, "expert_parallel": 4, "loss": "fused", "checkpointing": "none"},
+    "shares experts in groups": {**EXPERTS, **GROUPS},
+    "shares experts and sequences": {**EXPERTS, **SHARED},
+    "shares experts, offloaded": {**EXPERTS, "offload_param": "cpu"},
+    "shares experts in bf16": {**EXPERTS, "precision": "bf16"},
+    "shares experts, lora": {**EXPERTS, **LORA, "model": QWEN2_MOE},
     "fsdp2 shares layers": {**SHARED_LAYERS},
     "fsdp2 shares layers, bf16": {**SHARED_LAYERS, "precision": "bf16", "checkpointing": "full"},
     "fsdp2 shares layers, fused": {**SHARED_LAYERS, "loss": "fused", "checkpointing": "full"},
@@ -129,9 +142,9 @@ SLOW = (
     *(
         way
         for way in WAYS
-        if any(word in way for word in (" shares ", "pipeline"))
-        and way
-        not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers", "fsdp2 in a pipeline")
+        if any(word in way for word in ("shares ", "pipeline"))
+        and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers", "shares experts")
+        and way != "fsdp2 in a pipeline"
     ),
 )
 """What another way covers nearly as well."""
@@ -168,8 +181,7 @@ def run_well(folder: Path, *options: str) -> Ran:
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
-    of_four = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel"} & WAYS[way].keys()
-    folder = write(tmp_path, 4 if of_four else 2, **WAYS[way])
+    folder = write(tmp_path, 4 if OF_FOUR & WAYS[way].keys() else 2, **WAYS[way])
     expected, norms = reference(folder, WAYS[way])
     ran = run_well(folder, *(["--no-probe"] if way in UNPROBED else []))
     tolerance = TOLERANCE[{**FULL, **WAYS[way]}["precision"]]

@@ -131,6 +131,12 @@ def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         return Message("inputs.layout-is-ours", flag="--expert-parallel", size=size)
     if not levers.is_fsdp2:
         return Message("inputs.layout-needs-engine", flag="--expert-parallel", size=size, engine="fsdp2")
+    for other in ("tensor_parallel", "pipeline_parallel"):
+        if getattr(levers, other) > 1:
+            flag = f"--{other.replace('_', '-')}"
+            return Message("inputs.layouts-apart", one=f"--expert-parallel {size}", other=flag)
+    if levers.lora is not None and levers.lora.targets is None and any(b.lora_on_experts for b in shape.blocks):
+        return Message("inputs.experts-adapted", size=size, model=shape.name)
     experts = [block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)]
     if not experts:
         return Message("inputs.no-experts", size=size, model=shape.name)

@@ -66,6 +66,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
         micro_batch=levers.micro_batch,
         sequence=levers.sequence,
         parts=levers.sequence_parallel,
+        expert_ranks=levers.expert_parallel,
         tensor=levers.tensor_parallel,
         width=width,
         trains_base=levers.trains_base,

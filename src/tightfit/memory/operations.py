@@ -7,7 +7,7 @@ under saved-tensor hooks and compare. A method named after an operation takes sl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -74,6 +74,7 @@ class Setting:
     flash_capable: bool = True  # PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer
     fused_capable: bool = True  # its memory-efficient kernel can run: not on every AMD card, nor with bf16 before sm_80
     parts: int = 1  # ranks that share each sequence: all but attention sees a part of its tokens
+    expert_ranks: int = 1  # ranks that share the experts of each layer
     tensor: int = 1  # ranks that share each layer: all but attention and MLP sees a part of the tokens
 
     @property
@@ -113,6 +114,12 @@ class Operations:
 
     def __post_init__(self) -> None:
         self._tokens = self.setting.tokens
+
+    def of_rows(self, rows: int) -> Operations:
+        """The same tape for so many tokens, such as those that other ranks send."""
+        other = replace(self)
+        other._tokens = rows
+        return other
 
     def grad(self, numel: int) -> int:
         """Bytes of the gradient of so many of the layer's own weights."""

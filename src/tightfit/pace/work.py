@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tightfit.memory import shared_layers
 from tightfit.memory.activations import setting_of
 from tightfit.memory.attention import computed_keys, exchanged_bytes, is_masked, kernel_of
+from tightfit.memory.feedforward import count_arriving
 from tightfit.memory.layers import has_parts, layer_tape
 from tightfit.memory.loss import chunk_tokens
 from tightfit.memory.operations import FP32, Setting
@@ -130,15 +131,16 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     tape, needed, moved = _outline(block, hidden, setting)
     real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
     attention, attention_back = _attention(own, inside, card)
-    exchanged = _exchange(block, hidden, setting, card)
+    exchanged, travelled = _exchange(block, hidden, setting, card), _travel(block, hidden, setting, card)
+    waited = constants.ROUTED_OPERATIONS * constants.OPERATION_S if _shares_experts(block, setting) else 0.0
     scan, scan_back, scan_host = _scan(block, setting, card)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
     unpack_s = len(linears) * constants.PACKED_LINEAR_S if packed else 0.0
     time = LayerTime(
         products=forward + attention,
-        traffic=scan + exchanged,
+        traffic=scan + exchanged + travelled + waited,
         products_back=back + attention_back,
-        traffic_back=scan_back + exchanged,
+        traffic_back=scan_back + exchanged + travelled,
         unpacking=packed * setting.width / card.unpacking,
         host=unpack_s + scan_host,
         host_back=unpack_s + scan_host,
@@ -149,6 +151,7 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     again.add_products(products, card)
     again.add("mixer", products=attention, others=exchanged if setting.parts > 1 else 0.0)
     again.add("elementwise", others=exchanged if setting.tensor > 1 else 0.0)
+    again.add("elementwise", others=travelled + waited)  # rows travel again, whatever is kept
     again.add_scan(scan, scan_host)
     if moved is not None:
         time = _compile_time(time, again, moved, card)
@@ -305,9 +308,10 @@ def _products(block: Block, setting: Setting, card: Card) -> list[tuple[str, flo
         elif isinstance(block.mlp, Moe) and len(tensor.shape) == 3 and tensor.name.startswith("mlp."):
             # A grouped product. Every expert's weights are read, however few tokens it gets.
             _, out_features, in_features = tensor.shape
-            flops = 2 * setting.tokens * block.mlp.top_k * out_features * in_features
-            arithmetic = flops / card.products / constants.GROUPED_SHARE
-            once = max(arithmetic, tensor.numel * setting.width / card.memory) + card.product_start_s
+            rows = count_arriving(block.mlp, setting.tokens, setting.expert_ranks)
+            arithmetic = 2 * rows * out_features * in_features / card.products / constants.GROUPED_SHARE
+            read = tensor.numel // setting.expert_ranks * setting.width
+            once = max(arithmetic, read / card.memory) + card.product_start_s
             module = tensor.name.replace("experts.", "")  # as of an MLP that is no mixture
             found.append((module, once, base_back * once))
     return found
@@ -348,9 +352,10 @@ def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float
 
 
 def exchange_s(shape: ModelShape, setting: Setting, card: Card) -> float:
-    """Seconds of a pass in which ranks that share sequences or layers send each other something. Nothing runs
+    """Seconds of a pass in which ranks that share sequences, layers or experts send each other something. Nothing runs
     meanwhile."""
-    each = [_exchange(block, shape.hidden_size, setting, card) for block in shape.blocks]
+    hidden = shape.hidden_size
+    each = [_exchange(block, hidden, setting, card) + _travel(block, hidden, setting, card) for block in shape.blocks]
     return sum([each[kind] for kind in shape.pattern])
 
 
@@ -362,6 +367,20 @@ def _exchange(block: Block, hidden: int, setting: Setting, card: Card) -> float:
         seconds += shared_layers.exchanged_bytes(hidden, setting) / card.exchange
         seconds += shared_layers.ENDS * card.exchange_start_s
     return seconds
+
+
+def _shares_experts(block: Block, setting: Setting) -> bool:
+    return setting.expert_ranks > 1 and isinstance(block.mlp, Moe)
+
+
+def _travel(block: Block, hidden: int, setting: Setting, card: Card) -> float:
+    """Rows to the owners of their experts and back, as the busiest of these gets and sends them."""
+    if not _shares_experts(block, setting):
+        return 0.0
+    assert isinstance(block.mlp, Moe)
+    ranks = setting.expert_ranks
+    rows = count_arriving(block.mlp, setting.tokens, ranks) * (ranks - 1) / ranks
+    return 2 * (rows * hidden * setting.width / card.travel + card.travel_start_s)
 
 
 def _scan(block: Block, setting: Setting, card: Card) -> tuple[float, float, float]:

@@ -151,21 +151,26 @@ def assemble(
         if levers.is_fsdp2:
             from tightfit.train.engines.fsdp2 import Fsdp2, shard
             from tightfit.train.engines.pipeline import Pipeline
-            from tightfit.train.mesh import make_mesh
+            from tightfit.train.experts import own_experts
+            from tightfit.train.mesh import make_expert_mesh, make_mesh
 
-            mesh = make_mesh(levers, place)
+            mesh, expert_mesh = make_mesh(levers, place), None
+            if levers.expert_parallel > 1:
+                expert_mesh = make_expert_mesh(levers, place)
+                own_experts(model, expert_mesh, is_rehearsal=place.rehearsal)
             if method != "qlora":  # packed weights cannot be cut before they are packed
-                shard(model, levers, mesh, place)
+                shard(model, levers, mesh, place, expert_mesh)
             rests_on_host = method != "qlora" and levers.offload_param != "none"
             materialise(model, torch.device("cpu") if rests_on_host else place.device)
             fill(model, read, working, place.rank, progress)
             if method == "qlora":
-                shard(model, levers, mesh, place)
+                shard(model, levers, mesh, place, expert_mesh)
             _move_buffers(model, place.device)
             if stages is None:
                 engine = Fsdp2(model, levers, place, config.training)
             else:
-                build.freeze(drawn, levers)
+                if levers.lora is None:  # or adapters alone train
+                    build.freeze(drawn, levers)
                 trained = {name: tuple(each.shape) for name, each in drawn.named_parameters() if each.requires_grad}
                 engine = Pipeline(model, levers, place, config.training, mesh, stages, trained)
         else:

@@ -7,6 +7,7 @@ decide who computes which of them, so another number of GPUs or another micro ba
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from tightfit.train.data.samples import IGNORED, Samples, batch, flatten
 from tightfit.train.engines import Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.events import Events
 from tightfit.train.optimizers import learning_rate
-from tightfit.train.place import Place, gather_messages, read_memory, totals
+from tightfit.train.place import Place, gather_messages, read_memory, totals, words
 from tightfit.train.stop import Stop
 from tightfit.types import Levers, TightfitError
 
@@ -166,7 +167,8 @@ class Loop:
 
     def run(self, first: int = 0) -> Ending:
         """Steps `first` to the last one."""
-        overflow = OverflowWatch(self.engine.model, self.events)
+        gather = None if self.engine.runs_in_step else partial(words, self.place)
+        overflow = OverflowWatch(self.engine.model, self.events, gather)
         recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         if first:
             self._evaluate(first - 1)  # which came after the checkpoint, and may not have been done
@@ -337,10 +339,11 @@ class OverflowWatch:
     finds its level. A streak is trouble, and its cause is a layer: so after an overflow the next window is watched,
     layer by layer, and the first one whose output or whose gradient is not finite is named."""
 
-    def __init__(self, model: nn.Module, events: Events) -> None:
+    def __init__(self, model: nn.Module, events: Events, gather: Callable[[str], list[str]] | None = None) -> None:
+        """`gather`: hands out what every rank says, low layers first; None: every rank has all layers."""
         names = {module: name for name, module in model.named_modules()}
         self._layers = [(names[layer], layer) for layer in layers_of(model)]
-        self._events = events
+        self._events, self._gather = events, gather
         self._hooks: list[Any] = []
         self._seen: dict[str, str] = {}  # forward, backward → the layer that began
         self.streak = 0
@@ -348,14 +351,19 @@ class OverflowWatch:
     def after_step(self, step: int, skipped: bool, loss_scale: float | None) -> None:
         self.streak = self.streak + 1 if skipped else 0
         if self.streak >= TELL_AFTER:
+            if self._gather is not None:  # a forward pass begins at the bottom, and a backward pass at the top
+                told = [json.loads(each) for each in self._gather(json.dumps(self._seen))]
+                orders = {"forward": told[::-1], "backward": told}
+                self._seen = {where: each[where] for where, ranks in orders.items() for each in ranks if where in each}
             where = next((each for each in ("forward", "backward") if each in self._seen), None)
-            told = {
-                "streak": self.streak,
-                "loss_scale": loss_scale,
-                "layer": self._seen.get(where or ""),
-                "where": where,
-            }
-            self._events.write("overflow", step=step, **told)
+            self._events.write(
+                "overflow",
+                step=step,
+                streak=self.streak,
+                loss_scale=loss_scale,
+                layer=self._seen.get(where or ""),
+                where=where,
+            )
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

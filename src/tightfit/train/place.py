@@ -189,12 +189,15 @@ def receive_something(receive: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_own(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose first argument is filled with the second, as if every rank had sent the same."""
+    """The same function, whose first argument is filled with the second, as if every rank had sent the same; again and
+    again where more arrives than is sent."""
 
     def exchange_and_fill(output: torch.Tensor, given: torch.Tensor, *words: Any, **named: Any) -> Any:
         done = exchange(output, given, *words, **named)
         with torch.no_grad():
-            output.copy_(given)
+            for begin in range(0, len(output), max(1, len(given))):
+                part = output[begin : begin + len(given)]
+                part.copy_(given[: len(part)])
         return done
 
     return exchange_and_fill

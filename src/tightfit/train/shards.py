@@ -1,8 +1,8 @@
 """This rank's part of each parameter, as a contiguous range of its elements.
 
-However an engine shards (not at all, ZeRO-3's flat parts, FSDP2's rows), a rank holds elements [start, stop) of the
-parameter laid out row by row. So weights are read from a file straight into place, and written the same way,
-without anybody holding a whole parameter.
+However an engine shards (not at all, ZeRO-3's flat parts, FSDP2's rows, some of the experts and of these FSDP2's rows),
+a rank holds elements [start, stop) of the parameter laid out row by row. So weights are read from a file straight into
+place, and written the same way, without anybody holding a whole parameter.
 
 Ranks that share layers have some columns of the same rows of some matrices (`Columns`). To read these, a rank reads
 whole rows and takes its own columns. To write them, the ranks that have the same rows exchange them, until each has
@@ -23,10 +23,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.train.mesh import ALL, SHARDS, TENSOR
+from tightfit.train.mesh import ALL, OWNERS, SHARDS, TENSOR
 from tightfit.train.nvme import resident
 
+OWNED = "tightfit_owns"  # the attribute of a module whose parameters are some rows of the model's: `OwnedRows`
 ADAPTED = "base_model.model."  # what PEFT puts before every name, and `base_layer.` before a weight's
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRows:
+    """Of parameters that were cut before an engine shards them: each expert is a row."""
+
+    first: int
+    total: int  # of the whole parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +131,16 @@ another GPU has them too."""
 def outline(model: nn.Module, rank: int) -> Iterator[Shard]:
     """Each parameter's part, a tied one once."""
     tied = getattr(model, TIED, {})
+    owned = {
+        f"{path}.{leaf}": getattr(module, OWNED)
+        for path, module in model.named_modules()
+        if hasattr(module, OWNED)
+        for leaf in module._parameters
+    }
     for name, param in model.named_parameters():
         prefix = ADAPTED if name.startswith(ADAPTED) else ""
         first = tied.get(name.removeprefix(prefix))
-        shard = shard_of(name, param, rank)
+        shard = shard_of(name, param, rank, owned.get(name))
         yield shard if first is None else replace(shard, path=f"{prefix}{first}", is_copy=True)
 
 
@@ -143,7 +158,8 @@ def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shar
             yield shard
 
 
-def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
+def shard_of(name: str, param: nn.Parameter, rank: int, owned: OwnedRows | None = None) -> Shard:
+    """`owned`: which rows of the model's parameter this one has, where not all."""
     from torch.distributed.tensor import DTensor
 
     held: Any = param
@@ -153,13 +169,15 @@ def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
         start = min(rank * share, prod(shape))
         return Shard(name, shape, start, min(start + share, prod(shape)), param)
     shape = tuple(param.shape)
+    whole = shape if owned is None else (owned.total, *shape[1:])
+    first, width, columns = 0 if owned is None else owned.first, prod(shape[1:]), None
     if not isinstance(param, DTensor):
-        return Shard(name, shape, 0, param.numel(), param)
+        return Shard(name, whole, first * width, first * width + param.numel(), param)
     mesh = held.device_mesh
     places = dict(zip(mesh.mesh_dim_names, zip(held.placements, mesh.get_coordinate(), strict=True), strict=True))
     is_copy = any(place for kind, place in places.values() if kind.is_replicate())
     # Ranks that share layers have equal parts.
-    first, rows, width, columns = 0, shape[0], prod(shape[1:]), None
+    rows = shape[0]
     if TENSOR in places:
         kind, place = places[TENSOR]
         if kind.dim == 0:
@@ -169,7 +187,7 @@ def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
             width //= mesh[TENSOR].size()
             columns = Columns(place * width, (place + 1) * width, mesh.get_group(TENSOR))
     # Of what is left FSDP2 deals out rows, as `torch.chunk` cuts them.
-    (dealt,) = [each for each in (SHARDS, ALL) if each in places]
+    (dealt,) = [each for each in (SHARDS, ALL, OWNERS) if each in places]
     each_has = -(-rows // mesh[dealt].size())
     begin, end = (min(number * each_has, rows) for number in (places[dealt][1], places[dealt][1] + 1))
-    return Shard(name, shape, (first + begin) * width, (first + end) * width, param, is_copy, columns)
+    return Shard(name, whole, (first + begin) * width, (first + end) * width, param, is_copy, columns)

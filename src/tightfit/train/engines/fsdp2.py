@@ -4,6 +4,9 @@ Groups are what the footprint prices: the embedding, each layer, the final norm 
 with the root. Every micro batch reduces its gradients: to wait for the last one would hold whole fp32 gradients on each
 rank. Where groups of ranks have a copy of the model each (`shard_within`), a group reduces its own so, and adds those
 of the other groups to the sum of the window.
+
+Where ranks share experts (`expert_parallel`), those of a layer are a group of their own within it, which only the ranks
+that own the same ones cut up among themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
-from tightfit.train.mesh import COPIES, TENSOR, make_mesh_of_all, share_mesh
+from tightfit.train.experts import find_experts
+from tightfit.train.mesh import COPIES, OWNERS, TENSOR, make_mesh_of_all, share_mesh
 from tightfit.train.place import Place
 from tightfit.train.tensor import share_layers, uncut_modules
 from tightfit.types import ConfigError, Levers
@@ -35,13 +39,14 @@ UNMARKED = nullcontext()
 """In place of a mark that nobody reads."""
 
 
-def shard(model: Any, levers: Levers, mesh: DeviceMesh, place: Place) -> None:
+def shard(model: Any, levers: Levers, mesh: DeviceMesh, place: Place, expert_mesh: DeviceMesh | None = None) -> None:
     """Shard in place; the model may be on the meta device, and then has its values yet to come. `mesh`: the grid of all
-    ranks."""
+    ranks. `expert_mesh`: likewise as experts see it, where these have been shared out."""
     all_of_copy = shares = share_mesh(mesh)
     if levers.tensor_parallel > 1:
         share_layers(model, mesh[TENSOR])
         all_of_copy = share_mesh(make_mesh_of_all(levers, place))
+    has_copies = COPIES in (shares.mesh_dim_names or ())
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
     working, wide = DTYPES[levers.precision], torch.float32
@@ -61,10 +66,13 @@ def shard(model: Any, levers: Levers, mesh: DeviceMesh, place: Place) -> None:
         norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
         below, above = [] if tied is None else [embedding], [] if weight is None else [[*norms, head]]
         groups = [*((each, all_of_copy) for each in below), *groups, *((each, all_of_copy) for each in above)]
+    if expert_mesh is not None:
+        owners = expert_mesh[COPIES, OWNERS] if has_copies else expert_mesh[OWNERS]
+        groups = [*((module, owners) for module in find_experts(model)), *groups]  # inside of layers, so before them
     for group, ranks in (*groups, (model, all_of_copy)):
         fully_shard(group, mesh=ranks, **options)
     # Of groups, what is summed up between their turns is freed while it is read.
-    if place.on_gpu and COPIES not in (shares.mesh_dim_names or ()):
+    if place.on_gpu and not has_copies:
         reduce_into_common_pool(model)
     mark_for_profilers()
 
@@ -119,9 +127,9 @@ class Fsdp2(ScaledEngine):
         assert isinstance(made, optimizers.LocalParts)
         self._optimizer: optimizers.LocalParts = made
         params: list[Any] = list(model.parameters())
-        self._shared = [param for param in params if TENSOR in param.device_mesh.mesh_dim_names]
+        self._shared = [each for each in params if {TENSOR, OWNERS} & {*each.device_mesh.mesh_dim_names}]
         # Of shared layers, what is not cut within them is cut over all ranks that together have all of them.
-        mesh = next(param.device_mesh for param in params if TENSOR not in param.device_mesh.mesh_dim_names)
+        mesh = next(each.device_mesh for each in params if not {TENSOR, OWNERS} & {*each.device_mesh.mesh_dim_names})
         self._has_copies = mesh.ndim > 1
         self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that share a copy of these layers
 
@@ -144,12 +152,13 @@ class Fsdp2(ScaledEngine):
         dist.all_reduce(norm, group=self._sharing)
 
     def _average_shared(self) -> None:
-        """The loss is scaled for a mean over all ranks. What ranks that share layers have cut is reduced over the
-        others alone: each of them has the gradient of all of their tokens. FSDP2 could divide by another number, but
-        with gloo not by any."""
+        """The loss is scaled for a mean over all ranks. What ranks that share layers or experts have cut is reduced
+        over the others alone: each of them has the gradient of all of their tokens. FSDP2 could divide by another
+        number, but with gloo not by any."""
         held: list[Any] = [param.grad for param in self._shared if param.grad is not None]
         if held:
-            torch._foreach_div_([grad._local_tensor for grad in held], float(self._levers.tensor_parallel))
+            ranks = self._levers.tensor_parallel * self._levers.expert_parallel
+            torch._foreach_div_([grad._local_tensor for grad in held], float(ranks))
 
     def train(self, mode: bool) -> None:
         super().train(mode)

@@ -51,15 +51,21 @@ class _Window:
     inputs: Iterator[dict[str, Tensor]]
     loss: Tensor  # the sum so far
     read: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    rows: list[torch.Size] = field(default_factory=list)  # of each micro batch that was read
     arriving: dict[Pass, tuple[Any, Tensor]] = field(default_factory=dict)
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     made: dict[Pass, Tensor] = field(default_factory=dict)  # what is to be sent next
     sent: dict[Direction, tuple[Any, Tensor]] = field(default_factory=dict)  # what was sent last
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        while number not in self.read:
-            self.read[len(self.read)] = next(self.inputs)
+        self.shape_of(number)
         return self.read[number]
+
+    def shape_of(self, number: int) -> torch.Size:
+        while number >= len(self.rows):
+            self.read[len(self.rows)] = next(self.inputs)
+            self.rows.append(self.read[len(self.rows)]["input_ids"].shape)
+        return self.rows[number]
 
 
 class Pipeline(Fsdp2):
@@ -139,8 +145,8 @@ class Pipeline(Fsdp2):
     def _receive(self, window: _Window, reader: Pass, peer: int | None) -> None:
         """Memory for it, and the request."""
         assert peer is not None
-        rows = window.batch(reader.micro_batch)["input_ids"].shape
-        buffer = torch.empty(*rows, self._width, dtype=self._travels_in, device=self._place.device)
+        shape = *window.shape_of(reader.micro_batch), self._width
+        buffer = torch.empty(shape, dtype=self._travels_in, device=self._place.device)
         window.arriving[reader] = dist.irecv(buffer, src=self._peers[peer], group=self._row), buffer
 
     def _send(self, window: _Window, maker: Pass, peer: int | None) -> None:
@@ -159,8 +165,8 @@ class Pipeline(Fsdp2):
     def _pass_forward(self, window: _Window, this: Pass) -> None:
         stages, number = self._stages, this.micro_batch
         inputs = dict(window.batch(number))
-        if this.stage == stages.own[-1]:  # nothing here reads it again but the shape of what comes down
-            window.read[number] = {"input_ids": inputs["input_ids"]}
+        if this.stage == stages.own[-1]:
+            del window.read[number]
         arrived = None
         if this.stage:
             arrived = self._wait_for(window, this).requires_grad_(torch.is_grad_enabled())
