@@ -325,6 +325,8 @@ def _draw_legend(
     places = {"opt": "screen.opt-note", "all": "screen.all-note", "NVMe+CPU": "screen.both-note"}
     offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
     parts += [text(word) for key, word in places.items() if key in offloads]
+    if any(way.levers.tensor_parallel > 1 for _, way in rows):
+        parts.append(text("screen.tensor-note"))
     if "host" in columns:
         parts.append(text("screen.host-note"))
         if ram is not None and any(way.footprint.host.peak_bytes_per_node > ram for _, way in rows):
