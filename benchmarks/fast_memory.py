@@ -287,8 +287,31 @@ TENSOR: dict[str, dict[str, Any]] = {
     "32B LoRA, 8 GPUs per layer, none": {**ROWS["32B LoRA, none"], **SHARED, "tensor_parallel": 8, "micro_batch": 8},
 }  # fmt: skip
 """One rank of several that share each layer."""
+ROW = {"model": (LLAMA_8B, 16), "gpus": "8xH200", "engine": "fsdp2", "pipeline_parallel": 4, "accum": 8}
+LORA_ROW = {**ROW, "method": "lora", "micro_batch": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "8B full, a pipeline of 4, none": {**ROW, "gpus": "4xH200", "checkpointing": "none"},
+    "8B full, a pipeline of 4 of 8, full, as written": {**ROW, "checkpointing": "full", "compile": "off"},
+    "8B full, a pipeline of 4 of 8, 2 stages each, mlp": {**ROW, "stages_per_gpu": 2, "checkpointing": "select:mlp"},
+    "8B full, a pipeline of 2 of 8, 2 layers of each": {**ROW, "pipeline_parallel": 2, "checkpointing": "layers:2",
+                                                        "compile": "off"},
+    "8B LoRA, a pipeline of 4 of 8, full, plain loss": {**LORA_ROW, "checkpointing": "full", "loss": "plain",
+                                                        "compile": "off"},
+    "8B LoRA, a pipeline of 8 of 16, none": {**LORA_ROW, "gpus": "2x8xH200", "pipeline_parallel": 8, "accum": 16,
+                                             "checkpointing": "none"},
+    "8B LoRA, a pipeline of 4, 2 stages each, none": {**LORA_ROW, "gpus": "4xH200", "stages_per_gpu": 2,
+                                                      "checkpointing": "none"},
+    "1B full, tied, a pipeline of 2 of 4, full": {**ONE_BILLION, "engine": "fsdp2", "pipeline_parallel": 2,
+                                                  "accum": 4, "checkpointing": "full"},
+    "1B full, tied, a pipeline of 4, none, as written": {**ONE_BILLION, "engine": "fsdp2", "pipeline_parallel": 4,
+                                                         "accum": 8, "checkpointing": "none", "compile": "off"},
+    "Qwen3 8B full, a pipeline of 2 of 8, elementwise": {"model": (QWEN3_8B, 8), "gpus": "8xH200", "engine": "fsdp2",
+                                                         "pipeline_parallel": 2, "accum": 4,
+                                                         "checkpointing": "select:elementwise"},
+}  # fmt: skip
+"""The fullest GPU of a pipeline, at the head of the row or at its end."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
-SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "tensor": TENSOR}
+SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "pipelines": PIPELINES, "tensor": TENSOR}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 
@@ -338,7 +361,7 @@ def prepare(args: argparse.Namespace) -> None:
         wanted = {**USUAL, **row}
         config, layers = wanted.pop("model")
         ranks = count_gpus(wanted["gpus"])
-        readers = ranks // prod(wanted.get(lever, 1) for lever in READ_TOGETHER)
+        readers = ranks // prod(wanted.get(name, 1) for name in READ_TOGETHER)
         wanted["effective_batch"] = wanted["micro_batch"] * wanted["accum"] * readers
         place = args.path / name_of(name) / "said"
         fast.write_plan(place, {"model": {**config, "num_hidden_layers": layers}, **wanted})

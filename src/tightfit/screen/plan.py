@@ -287,9 +287,10 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
 
 
 def _layout(levers: Levers) -> str:
-    """How many GPUs share a copy of the weights, and each layer."""
+    """Groups with a copy of the weights each, GPUs that share layers, and pipelines, by their size."""
     groups = f" ÷{levers.shard_within}" if levers.shard_within else ""
-    return f"{groups} TP{levers.tensor_parallel}" if levers.tensor_parallel > 1 else groups
+    shared = f" TP{levers.tensor_parallel}" if levers.tensor_parallel > 1 else ""
+    return groups + shared + (f" »{levers.pipeline_parallel}" if levers.pipeline_parallel > 1 else "")
 
 
 def _parts(levers: Levers) -> str:
@@ -322,6 +323,8 @@ def _draw_legend(
     parts += [*more, text("screen.card-line" if "GPU" in columns else "screen.card-gib", size=size)]
     if "batch" in columns:
         parts.append(text("screen.batch-note"))
+    if any(way.levers.pipeline_parallel > 1 for _, way in rows):
+        parts.append(text("screen.row-note"))
     places = {"opt": "screen.opt-note", "all": "screen.all-note", "NVMe+CPU": "screen.both-note"}
     offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
     parts += [text(word) for key, word in places.items() if key in offloads]
