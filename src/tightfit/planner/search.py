@@ -19,14 +19,13 @@ from math import inf
 
 from tightfit.inputs.layouts import divisors, find_sharing_obstacle
 from tightfit.pace import Clock, pace, step_seconds
-from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
+from tightfit.planner.candidates import LONG_TOKENS, Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
 from tightfit.types import DDP, Buckets, Checkpointing, Levers
 
-LONG_TOKENS = 16_384  # of a sequence that is worth cutting: its activations outweigh what a node sends for it
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
 
@@ -243,12 +242,12 @@ class _Thinkable:
         return self.ladders[key]
 
 
-_Key = tuple[int, str, str, str, str, str, Checkpointing, Buckets]
+_Key = tuple[int, str, str, str, str, str, str, Checkpointing, Buckets]
 
 
 def _key(corner: Corner, buckets: Buckets) -> _Key:
     rest, choice = corner.rest, corner.choice
-    computed = rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels
+    computed = rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels, rest.mlp
     return *computed, rest.checkpointing, buckets
 
 
