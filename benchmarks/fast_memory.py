@@ -284,6 +284,8 @@ TENSOR: dict[str, dict[str, Any]] = {
                                                    "tensor_parallel": 4, "micro_batch": 8, "checkpointing": "full"},
     "Qwen 7.6B full, 4 GPUs per layer, Liger": {**ONE_OF_8, "compile": "off", "kernels": "fused", "tensor_parallel": 4,
                                                 "micro_batch": 4, "checkpointing": "none"},
+    "8B full, 4 GPUs per layer, mlp, 2 rows": {**EIGHT, "tensor_parallel": 4, "micro_batch": 2,
+                                               "checkpointing": "select:mlp"},
     "32B LoRA, 8 GPUs per layer, none": {**ROWS["32B LoRA, none"], **SHARED, "tensor_parallel": 8, "micro_batch": 8},
 }  # fmt: skip
 """One rank of several that share each layer."""
