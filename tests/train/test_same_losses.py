@@ -47,6 +47,19 @@ SHARED = {"sequence_parallel": 2, "precision": "fp32"}
 """Four ranks, of which two and two share each sequence."""
 SHARED_LAYERS = {"engine": "fsdp2", "precision": "fp32", "tensor_parallel": 2}
 """Four ranks, of which two and two share each layer."""
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+LLAMA = {"model_type": "llama", **SMALL, "tie_word_embeddings": False}
+QWEN3 = {"model_type": "qwen3", **SMALL, "head_dim": 16, "tie_word_embeddings": False}
+GEMMA3 = {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True}
 IN_A_ROW = {"engine": "fsdp2", "pipeline_parallel": 2, "precision": "fp32", "micro_batch": 1}
 """Four ranks: two stages, each of which two ranks share."""
 OF_FOUR = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
@@ -93,7 +106,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 shares layers, fused": {**SHARED_LAYERS, "loss": "fused", "checkpointing": "full"},
     "fsdp2 shares layers, offloaded": {**SHARED_LAYERS, "offload_param": "cpu", "checkpointing": "full+offload"},
     "fsdp2 shares layers in groups": {**SHARED_LAYERS, **GROUPS, "checkpointing": "none"},
-    "fsdp2 lora shares layers": {**SHARED_LAYERS, **LORA},
+    "fsdp2 lora shares layers": {**SHARED_LAYERS, **LORA, "checkpointing": "select:qkv,mlp"},
+    "fsdp2 shares layers of four": {**SHARED_LAYERS, "tensor_parallel": 4, "model": LLAMA},
+    "fsdp2 shares layers with norms of heads": {**SHARED_LAYERS, "model": QWEN3, "checkpointing": "select:elementwise"},
+    "fsdp2 shares layers with norms on both sides": {**SHARED_LAYERS, "model": GEMMA3, "checkpointing": "full"},
     "fsdp2 in a pipeline": {**IN_A_ROW},
     "fsdp2 in a pipeline of four": {**IN_A_ROW, "pipeline_parallel": 4, "checkpointing": "full"},
     "fsdp2 in a pipeline, interleaved": {**IN_A_ROW, "stages_per_gpu": 2, "loss": "fused"},

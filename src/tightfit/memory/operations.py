@@ -157,7 +157,7 @@ class Operations:
             y = self._adapter(module, (x, y), in_features, out_features)
         if self.ranks > 1 and part_of(module) in ("out", "down"):
             y = self.send(y, y.size // self.ranks)
-            self.tape.ops[-1].sums = part_of(module)  # kept in the place of the ranks' terms, where parts run again
+            self.tape.ops[-1].sums = part_of(module)  # of which nothing but what is left to a rank is read
             self.tape.hold(x)
         return y
 
