@@ -163,7 +163,7 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
         batch = base.micro_batch * base.accumulation * ranks
     elif not batch:
         least = base.micro_batch if "micro_batch" in fixed else base.accumulation if "accumulation" in fixed else 1
-        batch = ranks * least * -(-SEQUENCES_A_GPU // least)
+        batch = ranks * least * -(-SEQUENCES_A_GPU * base.pipeline_parallel // least)
     question = Question(
         shape=shape,
         base=base,
