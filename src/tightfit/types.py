@@ -671,7 +671,8 @@ class Levers:
     def groups(self) -> int:
         """Groups of ranks among which each exchanges tensors."""
         shared = self.sequence_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
-        return 1 + (self.shard_within > 0) + sum(size > 1 for size in shared)
+        # of experts those that exchange rows, and those that own the same ones
+        return 1 + (self.shard_within > 0) + sum(size > 1 for size in shared) + (self.expert_parallel > 1)
 
     @property
     def trains_base(self) -> bool:

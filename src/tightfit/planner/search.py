@@ -19,7 +19,13 @@ from itertools import product
 from math import inf
 
 from tightfit.inputs.flags import BARE
-from tightfit.inputs.layouts import check_layout, divisors, find_pipeline_obstacle, find_sharing_obstacle
+from tightfit.inputs.layouts import (
+    check_layout,
+    divisors,
+    find_expert_obstacle,
+    find_pipeline_obstacle,
+    find_sharing_obstacle,
+)
 from tightfit.memory.pipeline import count_depths
 from tightfit.pace import Clock, clock_of, pace, step_seconds
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
@@ -27,7 +33,7 @@ from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
-from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers
+from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers, Moe
 
 WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
 MOST_ROWS = 2  # pipelines to search, of those that seem fastest
@@ -143,7 +149,8 @@ def _strategies(question: Question) -> list[Levers]:
         return known and question.trainer.starts(levers.engine, levers, question.hardware)
 
     ways = filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))
-    return [way for levers in ways for way in _share_sequences(question, levers)]
+    shared = [way for levers in ways for way in _share_sequences(question, levers)]
+    return [way for levers in shared for way in _share_experts(question, levers)]
 
 
 def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
@@ -174,7 +181,7 @@ def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
         for micro in {1, like.micro_batch}:
             if share % micro == 0 and share // micro >= size:
                 first = replace(like, **{name: getattr(levers, name) for name in PIPELINE}, checkpointing=BARE)
-                first = replace(first, micro_batch=micro, accumulation=share // micro)
+                first = replace(first, micro_batch=micro, accumulation=share // micro, expert_parallel=1)
                 rows.append((step_seconds(question.shape, first, hardware), len(rows), levers))
     most_s = found.best.pace.step_s
     return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:MOST_ROWS]
@@ -189,6 +196,21 @@ def _share_sequences(question: Question, levers: Levers) -> list[Levers]:
         shared = replace(levers, sequence_parallel=size)
         has_batch = question.effective_batch % shared.data_ranks(hardware.world) == 0
         if has_batch and find_sharing_obstacle(shared, question.shape, hardware.world) is None:
+            found.append(shared)
+    return found
+
+
+def _share_experts(question: Question, levers: Levers) -> list[Levers]:
+    """With all experts on each GPU, and with some, where GPUs of one node can share them out. What comes from the host
+    takes longer than what comes from other GPUs, whoever has the experts."""
+    found, pinned = [levers], {"expert_parallel", "tensor_parallel", "pipeline_parallel"} & question.pinned
+    if pinned or not levers.is_fsdp2 or levers.offload_param != "none":
+        return found
+    if not any(isinstance(block.mlp, Moe) for block in question.shape.blocks):
+        return found
+    for size in divisors(question.hardware.gpus_per_node):
+        shared = replace(levers, expert_parallel=size)
+        if find_expert_obstacle(shared, question.shape, question.hardware.world) is None:
             found.append(shared)
     return found
 
