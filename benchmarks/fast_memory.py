@@ -21,6 +21,8 @@ from typing import Any
 
 import fast
 
+from tightfit.types import READ_TOGETHER
+
 MEASURED = [Path(f"{rows}.jsonl") for rows in fast.MEMORY]
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}  # fmt: skip
@@ -281,8 +283,31 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """One rank of several that share experts: the busiest, by what it is sent. One row beside them, of a rank that has all
 experts, tells the model of these from that of sharing them."""
+ROW = {"model": (LLAMA_8B, 16), "gpus": "8xH200", "engine": "fsdp2", "pipeline_parallel": 4, "accum": 8}
+LORA_ROW = {**ROW, "method": "lora", "micro_batch": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "8B full, a pipeline of 4, none": {**ROW, "gpus": "4xH200", "checkpointing": "none"},
+    "8B full, a pipeline of 4 of 8, full, as written": {**ROW, "checkpointing": "full", "compile": "off"},
+    "8B full, a pipeline of 4 of 8, 2 stages each, mlp": {**ROW, "stages_per_gpu": 2, "checkpointing": "select:mlp"},
+    "8B full, a pipeline of 2 of 8, 2 layers of each": {**ROW, "pipeline_parallel": 2, "checkpointing": "layers:2",
+                                                        "compile": "off"},
+    "8B LoRA, a pipeline of 4 of 8, full, plain loss": {**LORA_ROW, "checkpointing": "full", "loss": "plain",
+                                                        "compile": "off"},
+    "8B LoRA, a pipeline of 8 of 16, none": {**LORA_ROW, "gpus": "2x8xH200", "pipeline_parallel": 8, "accum": 16,
+                                             "checkpointing": "none"},
+    "8B LoRA, a pipeline of 4, 2 stages each, none": {**LORA_ROW, "gpus": "4xH200", "stages_per_gpu": 2,
+                                                      "checkpointing": "none"},
+    "1B full, tied, a pipeline of 2 of 4, full": {**ONE_BILLION, "engine": "fsdp2", "pipeline_parallel": 2,
+                                                  "accum": 4, "checkpointing": "full"},
+    "1B full, tied, a pipeline of 4, none, as written": {**ONE_BILLION, "engine": "fsdp2", "pipeline_parallel": 4,
+                                                         "accum": 8, "checkpointing": "none", "compile": "off"},
+    "Qwen3 8B full, a pipeline of 2 of 8, elementwise": {"model": (QWEN3_8B, 8), "gpus": "8xH200", "engine": "fsdp2",
+                                                         "pipeline_parallel": 2, "accum": 4,
+                                                         "checkpointing": "select:elementwise"},
+}  # fmt: skip
+"""The fullest GPU of a pipeline, at the head of the row or at its end."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
-SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "experts": EXPERTS}
+SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "pipelines": PIPELINES, "experts": EXPERTS}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 
@@ -332,7 +357,7 @@ def prepare(args: argparse.Namespace) -> None:
         wanted = {**USUAL, **row}
         config, layers = wanted.pop("model")
         ranks = count_gpus(wanted["gpus"])
-        readers = ranks // wanted.get("sequence_parallel", 1)
+        readers = ranks // prod(wanted.get(name, 1) for name in READ_TOGETHER)
         wanted["effective_batch"] = wanted["micro_batch"] * wanted["accum"] * readers
         place = args.path / name_of(name) / "said"
         fast.write_plan(place, {"model": {**config, "num_hidden_layers": layers}, **wanted})
