@@ -283,6 +283,53 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """One rank of several that share experts: the busiest, by what it is sent. One row beside them, of a rank that has all
 experts, tells the model of these from that of sharing them."""
+TILES = {**LONG, "mlp": "tiled", "micro_batch": 1}
+TILED: dict[str, dict[str, Any]] = {
+    "8B LoRA of 32768 tokens, in tiles": {**LORA, **TILES},
+    "8B LoRA of 65536 tokens, in tiles, none": {**LORA, **TILES, "seq": 65_536, "model": (LLAMA_8B, 4),
+                                                "checkpointing": "none"},
+    "8B LoRA, ZeRO-3, 4 GPUs per sequence of 131072, in tiles": {**LORA, **TILES, "gpus": "8xH200", "engine": "zero3",
+                                                                 "seq": 131_072, "sequence_parallel": 4},
+    "7.6B full, FSDP2, of 32768 tokens, in tiles": {**ONE_OF_8, **TILES},
+    "7.6B full, FSDP2, 4 GPUs per sequence of 131072, in tiles": {**ONE_OF_8, **TILES, "seq": 131_072,
+                                                                  "sequence_parallel": 4},
+    "1B full, ZeRO-2, 2 GPUs per sequence of 65536, in tiles": {**ONE_BILLION, **TILES, "engine": "zero2",
+                                                                "seq": 65_536, "sequence_parallel": 2},
+    "7.6B full, ZeRO-3, 4 GPUs per sequence of 65536, in tiles": {**ONE_OF_8, **TILES, "engine": "zero3",
+                                                                  "seq": 65_536, "sequence_parallel": 4},
+    "1B full, DDP, of 32768 tokens, in tiles": {**ONE_BILLION, **TILES, "engine": "ddp"},
+}  # fmt: skip
+"""MLPs in tiles of their tokens, in long sequences."""
+SHARED = {"gpus": "8xH200", "engine": "fsdp2", "compile": "off"}
+EIGHT = {**SHARED, "model": (LLAMA_8B, 8), "seq": 4096}
+QWEN3_2B = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}  # fmt: skip
+TENSOR: dict[str, dict[str, Any]] = {
+    "8B full, 2 GPUs per layer, none": {**EIGHT, "tensor_parallel": 2, "checkpointing": "none"},
+    "8B full, 4 GPUs per layer, full, 4 rows": {**EIGHT, "tensor_parallel": 4, "micro_batch": 4,
+                                                "checkpointing": "full"},
+    "8B full, 8 GPUs per layer, none, plain loss, 2 rows": {**EIGHT, "tensor_parallel": 8, "micro_batch": 2,
+                                                            "loss": "plain", "checkpointing": "none"},
+    "8B full, 8 of 16 GPUs per layer, 4 layers, twice": {**EIGHT, "gpus": "2x8xH200", "tensor_parallel": 8,
+                                                         "micro_batch": 4, "accum": 2, "checkpointing": "layers:4"},
+    "8B full, 4 of 16 GPUs per layer, in groups of 8": {**EIGHT, "gpus": "2x8xH200", "shard_within": 8,
+                                                        "tensor_parallel": 4, "micro_batch": 2, "accum": 2,
+                                                        "checkpointing": "none"},
+    "8B full, 8 GPUs per layer, 65536 tokens": {**EIGHT, "tensor_parallel": 8, "seq": 65_536, "checkpointing": "full"},
+    "8B LoRA, 4 GPUs per layer, none": {**SHARED, "model": (LLAMA_8B, 12), "method": "lora", "tensor_parallel": 4,
+                                        "micro_batch": 4, "checkpointing": "none"},
+    "8B LoRA, 2 GPUs per layer, full, 32768 tokens": {**SHARED, "model": (LLAMA_8B, 12), "method": "lora",
+                                                      "tensor_parallel": 2, "seq": 32_768, "checkpointing": "full"},
+    "Qwen3 2B full, tied, 4 GPUs per layer, none, plain loss": {**SHARED, "model": (QWEN3_2B, 14), "tensor_parallel": 4,
+                                                               "micro_batch": 4, "loss": "plain",
+                                                               "checkpointing": "none"},
+    "Qwen3 8B full, 4 of 4 GPUs per layer, full": {**SHARED, "model": (QWEN3_8B, 6), "gpus": "4xH200",
+                                                   "tensor_parallel": 4, "micro_batch": 8, "checkpointing": "full"},
+    "Qwen 7.6B full, 4 GPUs per layer, Liger": {**ONE_OF_8, "compile": "off", "kernels": "fused", "tensor_parallel": 4,
+                                                "micro_batch": 4, "checkpointing": "none"},
+    "32B LoRA, 8 GPUs per layer, none": {**ROWS["32B LoRA, none"], **SHARED, "tensor_parallel": 8, "micro_batch": 8},
+}  # fmt: skip
+"""One rank of several that share each layer."""
 ROW = {"model": (LLAMA_8B, 16), "gpus": "8xH200", "engine": "fsdp2", "pipeline_parallel": 4, "accum": 8}
 LORA_ROW = {**ROW, "method": "lora", "micro_batch": 2}
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -307,7 +354,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """The fullest GPU of a pipeline, at the head of the row or at its end."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
-SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "pipelines": PIPELINES, "experts": EXPERTS}
+SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "tiled": TILED, "pipelines": PIPELINES, "tensor": TENSOR}
+SETS |= {"experts": EXPERTS}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 

@@ -71,7 +71,7 @@ def words_of(record: type, base: Any) -> Iterator[tuple[str, Any]]:
 def compare(question: Question, seed: int) -> int:
     """Of every second strategy two candidates by the same clock, and the weights of the second. How many there were."""
     compared, shape, hardware = 0, question.shape, question.hardware
-    strategies = search._strategies(question)
+    strategies = search.list_strategies(question)
     for strategy in strategies[seed % 2 :: 2] or strategies:
         every: list[Corner] = list(search._corners(question, strategy))
         clock = clock_of(shape, strategy, hardware)

@@ -39,7 +39,7 @@ def test_rows_come_back_from_the_owners_of_their_experts(apart: dict[str, float]
 
 @pytest.mark.slow
 def test_a_rehearsed_rank_computes_rows_of_others(tmp_path: Path) -> None:
-    """Under the fake group, where more arrive than are sent: what it makes of them is finite, and no step is skipped."""
+    """Under the fake group, where more arrive than are sent: what it makes of them is finite, no step is skipped."""
     flags = {"model": QWEN3_MOE, "engine": "fsdp2", "expert_parallel": 4, "precision": "bf16", "seq": 64}
     folder = write_plan(tmp_path, 8, **flags, effective_batch=8, max_steps=2, checkpointing="full")
     ran = run_ranks(folder, "--rehearse", "--steps", "2", world=1)

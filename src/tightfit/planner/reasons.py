@@ -107,15 +107,29 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
         said.append(Message("plan.fused-loss"))
         if not question.trainer.is_ours:
             said.append(Message("plan.loss-from-liger", trainer=NAMES[question.trainer.trainer]))
+    if way.levers.mlp == "tiled" and "mlp" not in question.pinned:
+        said.append(Message("plan.tiled-mlp"))
     if way.levers.attention == "flash" and "attention" not in question.pinned:
         said.append(Message("plan.flash-windows"))
     if way.world < question.hardware.world:
         said.append(Message("plan.fewer-gpus", used=way.world, all=question.hardware.world))
+    said += _of_sharing(question, way)
     largest = next(iter(way.pace.causes), None)
     if largest is not None and way.is_paced:
         share = way.pace.causes[largest] / way.pace.step_s
         said.append(Message("plan.largest-cause", **seconds_words(way.pace), share=share, cause=CAUSES[largest]))
     return tuple(said)
+
+
+def _of_sharing(question: Question, way: Way) -> Iterator[Message]:
+    """Why GPUs read the same sequences, where nobody asked for that."""
+    levers = way.levers
+    if levers.row_parts == question.base.row_parts:
+        return
+    if way.effective_batch < way.world:
+        yield Message("plan.fewer-sequences", batch=way.effective_batch, gpus=way.world, shared=levers.ranks_per_sample)
+    if levers.tensor_parallel > 1:
+        yield Message("plan.layers-in-parts", size=levers.tensor_parallel)
 
 
 def _of_row(way: Way) -> Iterator[Message]:

@@ -287,9 +287,10 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
 
 
 def _layout(levers: Levers) -> str:
-    """Groups with a copy of the weights each, and pipelines, by their size."""
+    """Groups with a copy of the weights each, GPUs that share layers, and pipelines, by their size."""
     groups = f" ÷{levers.shard_within}" if levers.shard_within else ""
-    return groups + (f" »{levers.pipeline_parallel}" if levers.pipeline_parallel > 1 else "")
+    shared = f" TP{levers.tensor_parallel}" if levers.tensor_parallel > 1 else ""
+    return groups + shared + (f" »{levers.pipeline_parallel}" if levers.pipeline_parallel > 1 else "")
 
 
 def _parts(levers: Levers) -> str:
@@ -327,6 +328,8 @@ def _draw_legend(
     places = {"opt": "screen.opt-note", "all": "screen.all-note", "NVMe+CPU": "screen.both-note"}
     offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
     parts += [text(word) for key, word in places.items() if key in offloads]
+    if any(way.levers.tensor_parallel > 1 for _, way in rows):
+        parts.append(text("screen.tensor-note"))
     if "host" in columns:
         parts.append(text("screen.host-note"))
         if ram is not None and any(way.footprint.host.peak_bytes_per_node > ram for _, way in rows):
