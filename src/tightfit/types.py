@@ -195,6 +195,9 @@ class ModelShape:
     embedding_scale: bool = False  # the embedding is multiplied by sqrt(hidden) (gemma)
     final_softcap: bool = False  # tanh soft-capping of the logits (gemma2)
     max_positions: int | None = None
+    receives: bool = False
+    """A part of a model: hidden states come from the stage of a pipeline below, and their gradient goes back there."""
+    hands_on: bool = False  # likewise they go to the stage above: there is neither a final norm nor a head
     notes: tuple[Any, ...] = ()  # sentences that belong on the screen: 'called 3B, really 0.9B'
 
     @property
@@ -646,6 +649,10 @@ class Levers:
         whole = self.shard_within if self.is_fsdp2 and self.shard_within else world // self.pipeline_parallel
         return max(1, whole // self.tensor_parallel)
 
+    def stage_ranks(self, world: int) -> int:
+        """How many of these ranks have the same stages of a pipeline, or their parts of them."""
+        return max(1, world // self.pipeline_parallel)
+
     def data_ranks(self, world: int) -> int:
         """How many of these ranks read samples of their own: those that share sequences or layers, or hand micro
         batches on to each other, read the same, and count as one."""
@@ -656,10 +663,16 @@ class Levers:
         return prod(getattr(self, name) for name in READ_TOGETHER)
 
     @property
+    def row_parts(self) -> int:
+        """Ranks that have a part of the tokens of each row each, outside of attention at least."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    @property
     def groups(self) -> int:
-        """Groups of ranks among which each exchanges tensors."""
+        """Groups of ranks among which each exchanges tensors. Where some share layers, those that have the same part of
+        them are another."""
         shared = self.sequence_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
-        return 1 + (self.shard_within > 0) + sum(size > 1 for size in shared)
+        return 1 + (self.shard_within > 0) + sum(size > 1 for size in shared) + (self.tensor_parallel > 1)
 
     @property
     def trains_base(self) -> bool:
@@ -711,6 +724,7 @@ class Footprint:
     gpu: GpuFootprint
     host: HostFootprint
     trainable_parameters: int
+    pipeline_gpu: int | None = None  # of a pipeline the GPU that this is of, which needs most; the first is 0
     because: tuple[Any, ...] = ()
 
 
@@ -726,6 +740,7 @@ Cause = Literal[
     "host link",
     "host optimizer",
     "launch overhead",
+    "pipeline bubble",
 ]
 
 
