@@ -33,7 +33,7 @@ from tightfit.planner.taught import narrow
 from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers
 
 WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
-MOST_ROWS = 2  # pipelines to search, of those that seem fastest
+MOST_ROWS = 2  # pipelines to search, of those that seem fastest; on one node, where none is most often the best, one
 PIPELINE = ("pipeline_parallel", "stages_per_gpu", "shard_within")
 MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
 GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
@@ -183,8 +183,8 @@ def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
                 first = replace(like, **{name: getattr(levers, name) for name in PIPELINE}, checkpointing=BARE)
                 first = replace(first, micro_batch=micro, accumulation=share // micro)
                 rows.append((step_seconds(question.shape, first, hardware), len(rows), levers))
-    most_s = found.best.pace.step_s
-    return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:MOST_ROWS]
+    most_s, most = found.best.pace.step_s, MOST_ROWS if hardware.nodes > 1 else 1
+    return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:most]
 
 
 def _share(question: Question, levers: Levers) -> list[Levers]:
