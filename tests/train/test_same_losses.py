@@ -45,6 +45,8 @@ GROUPS = {"shard_within": 2, "micro_batch": 1}
 """Four ranks, two and two."""
 SHARED = {"sequence_parallel": 2, "precision": "fp32"}
 """Four ranks, of which two and two share each sequence."""
+TILED = {"mlp": "tiled", "precision": "fp32"}
+"""Each MLP in four tiles, or two."""
 SHARED_LAYERS = {"engine": "fsdp2", "precision": "fp32", "tensor_parallel": 2}
 """Four ranks, of which two and two share each layer."""
 SMALL = {
@@ -92,6 +94,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 shares sequences of four": {"engine": "zero3", "precision": "fp32", "sequence_parallel": 4},
     "fsdp2 lora shares sequences": {"engine": "fsdp2", **SHARED, **LORA},
     "zero3 lora shares sequences": {"engine": "zero3", **SHARED, **LORA, "checkpointing": "select:qkv,mlp"},
+    "zero3 in tiles": {"engine": "zero3", **TILED},
+    "ddp in tiles": {"engine": "ddp", **TILED, "checkpointing": "none"},
+    "zero1 in tiles": {"engine": "zero1", **TILED, "precision": "bf16"},
+    "zero2 in tiles": {"engine": "zero2", **TILED, "checkpointing": "full"},
+    "fsdp2 in tiles": {"engine": "fsdp2", **TILED, "offload_param": "cpu", "checkpointing": "full+offload"},
+    "zero3 in tiles, offloaded": {"engine": "zero3", **TILED, **OFFLOADED, "offload_param": "cpu"},
+    "zero3 lora in tiles": {"engine": "zero3", **TILED, **LORA},
+    "fsdp2 lora in tiles": {"engine": "fsdp2", **TILED, **LORA, "checkpointing": "none"},
+    "zero2 lora in tiles": {"engine": "zero2", **TILED, **LORA},
+    "fsdp2 in tiles shares sequences": {"engine": "fsdp2", **TILED, **SHARED},
+    "zero3 in tiles shares sequences": {"engine": "zero3", **TILED, **SHARED},
     "shares experts": EXPERTS,
     "shares experts, others of a token": {**EXPERTS, "model": QWEN3_MOE, "checkpointing": "full"},
     "shares experts beside a common one": {**EXPERTS, "model": QWEN2_MOE, "checkpointing": "select:mlp"},
@@ -155,6 +168,7 @@ SLOW = (
         "zero3 lora in groups",
         "fsdp2",
     ),
+    *(way for way in WAYS if "in tiles" in way and way != "zero3 in tiles"),
     *(
         way
         for way in WAYS
@@ -241,6 +255,8 @@ def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, eng
     [
         ("ddp", "sequence_parallel", False),
         ("ddp", "sequence_parallel", True),
+        ("fsdp2", "tensor_parallel", False),
+        ("fsdp2", "tensor_parallel", True),
         ("fsdp2", "pipeline_parallel", False),
         ("fsdp2", "pipeline_parallel", True),
     ],

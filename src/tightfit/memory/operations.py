@@ -63,6 +63,7 @@ class Setting:
     liger: bool = False  # Liger's kernels compute norms, rotary embedding and gated activations
     liger_loss: bool = False  # the fused loss is Liger's
     compiled: bool = False  # each layer is code that torch.compile made of it
+    tiled: bool = False  # an MLP computes some tokens after the others
     loss_kernel: bool = True  # one kernel turns logits into their gradient where the loss is fused
     reentrant: bool = False
     """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
