@@ -7,7 +7,7 @@ there are may not be known yet.
 from __future__ import annotations
 
 from tightfit.messages import Listing, Message
-from tightfit.types import DDP, FSDP2, Attention, ConfigError, Levers, ModelShape, Moe
+from tightfit.types import DDP, FSDP2, ZERO3, Attention, ConfigError, Levers, ModelShape, Moe
 
 
 def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | None:
@@ -110,14 +110,28 @@ def _say_sizes(flag: str, size: int, must: Message, may: list[int], world: int |
     return Message("inputs.layout-sizes", flag=flag, size=size, must=must, gpus=world, sizes=sizes)
 
 
-def find_compression_obstacle(levers: Levers) -> Message | None:
-    """Why what GPUs send each other cannot be compressed so."""
-    engines = {"zeropp": ("zero3",), "onebit": ("zero0", "zero1"), "powersgd": ("ddp",)}[levers.compress]
-    if levers.trainer != "tightfit":
-        return Message("inputs.layout-is-ours", flag="--compress", size=levers.compress)
-    if levers.engine not in engines:
-        named = Listing(engines, "or")
-        return Message("inputs.layout-needs-engine", flag="--compress", size=levers.compress, engine=named)
+def find_compression_obstacle(levers: Levers, world: int | None = None) -> Message | None:
+    """Why what GPUs send each other cannot be compressed so. Of how many GPUs may not be known."""
+    how, flag = levers.compress, f"--compress {levers.compress}"
+    engine = ZERO3 if how == "zeropp" else DDP
+    apart = {
+        "--tensor-parallel": levers.tensor_parallel > 1,
+        "--pipeline-parallel": levers.pipeline_parallel > 1,
+        "--expert-parallel": levers.expert_parallel > 1,
+        "--method lora": how != "zeropp" and levers.method == "lora",
+        "--method qlora": levers.method == "qlora",
+        f"--optimizer {levers.optimizer}": how == "onebit" and levers.optimizer != "adamw",
+        "--master-weights off": not levers.master_weights and levers.precision != "fp32",
+    }
+    if levers.trainer != "tightfit" and how != "zeropp":
+        return Message("inputs.layout-is-ours", flag="--compress", size=how)
+    if levers.engine != engine:
+        return Message("inputs.layout-needs-engine", flag="--compress", size=how, engine=engine)
+    for other, is_so in apart.items():
+        if is_so:
+            return Message("inputs.layouts-apart", one=flag, other=other)
+    if world == 1:
+        return Message("inputs.nothing-to-compress", how=how)
     return None
 
 
@@ -129,7 +143,7 @@ def check_layout(levers: Levers, shape: ModelShape, world: int | None = None) ->
         find_tensor_obstacle(levers, shape, world) if levers.tensor_parallel > 1 else None,
         find_pipeline_obstacle(levers, shape, world) if levers.pipeline_parallel > 1 else None,
         find_expert_obstacle(levers, shape, world) if levers.expert_parallel > 1 else None,
-        find_compression_obstacle(levers) if levers.compress != "none" else None,
+        find_compression_obstacle(levers, world) if levers.compress != "none" else None,
     )
     for obstacle in obstacles:
         if obstacle is not None:

@@ -220,6 +220,14 @@ class Engine(ABC):
                 else:  # adafactor's rows and columns
                     yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
 
+    def expect(self, steps: int) -> None:  # noqa: B027 - most have no use for it
+        """The run has so many steps in all."""
+
+    def own_states(self) -> Mapping[str, Tensor]:
+        """What only this rank has, and only ranks of the same number and way of sharing could use, flat, by name: what
+        a compressed message left out. Every rank has tensors of the same size."""
+        return {}
+
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """`last`: of the window; what follows is its step."""
