@@ -330,6 +330,8 @@ Scan = Literal["official", "tightfit", "torch"]
 Compile = Literal["off", "layers"]
 Kernels = Literal["plain", "fused"]
 Compress = Literal["none", "zeropp", "onebit", "powersgd"]
+COMPRESSING: Mapping[Compress, Engine] = {"zeropp": ZERO3, "onebit": DDP, "powersgd": DDP}
+"""The engine that each is for."""
 PARTS = ("elementwise", "qkv", "mixer", "out", "mlp")
 """What of a layer can be chosen to be computed again: norms, rotary embedding, activations, gates and additions, which
 cost least and go along with any other; the projections that attention or a scan reads; attention or the scan itself;

@@ -7,7 +7,9 @@ there are may not be known yet.
 from __future__ import annotations
 
 from tightfit.messages import Listing, Message
-from tightfit.types import DDP, FSDP2, ZERO3, Attention, ConfigError, Levers, ModelShape, Moe
+from tightfit.types import COMPRESSING, DDP, FSDP2, Attention, ConfigError, Levers, ModelShape, Moe
+
+PACKED = 8  # weights that DeepSpeed's quantizer takes at a time
 
 
 def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | None:
@@ -110,10 +112,10 @@ def _say_sizes(flag: str, size: int, must: Message, may: list[int], world: int |
     return Message("inputs.layout-sizes", flag=flag, size=size, must=must, gpus=world, sizes=sizes)
 
 
-def find_compression_obstacle(levers: Levers, world: int | None = None) -> Message | None:
+def find_compression_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
     """Why what GPUs send each other cannot be compressed so. Of how many GPUs may not be known."""
     how, flag = levers.compress, f"--compress {levers.compress}"
-    engine = ZERO3 if how == "zeropp" else DDP
+    engine = COMPRESSING[how]
     apart = {
         "--tensor-parallel": levers.tensor_parallel > 1,
         "--pipeline-parallel": levers.pipeline_parallel > 1,
@@ -132,6 +134,12 @@ def find_compression_obstacle(levers: Levers, world: int | None = None) -> Messa
             return Message("inputs.layouts-apart", one=flag, other=other)
     if world == 1:
         return Message("inputs.nothing-to-compress", how=how)
+    if how == "zeropp" and world is not None:
+        cut = [tensor.numel for tensor in shape.tensors if tensor.numel > levers.buckets.persistence_threshold]
+        may = [ranks for ranks in range(2, world + 1) if not any(-(-each // ranks) % PACKED for each in cut)]
+        if world not in may:
+            sizes = Listing(map(str, may[-3:]), "or") if may else None
+            return Message("inputs.weights-packed", count=PACKED, model=shape.name, world=world, sizes=sizes)
     return None
 
 
@@ -143,7 +151,7 @@ def check_layout(levers: Levers, shape: ModelShape, world: int | None = None) ->
         find_tensor_obstacle(levers, shape, world) if levers.tensor_parallel > 1 else None,
         find_pipeline_obstacle(levers, shape, world) if levers.pipeline_parallel > 1 else None,
         find_expert_obstacle(levers, shape, world) if levers.expert_parallel > 1 else None,
-        find_compression_obstacle(levers, world) if levers.compress != "none" else None,
+        find_compression_obstacle(levers, shape, world) if levers.compress != "none" else None,
     )
     for obstacle in obstacles:
         if obstacle is not None:

@@ -35,6 +35,7 @@ from tightfit.job.training import Translated, translate, translate_saving
 from tightfit.messages import Choice, Language, Listing, Message, Said, text
 from tightfit.model.load import load_model, shape_from_fields
 from tightfit.types import (
+    COMPRESSING,
     FSDP2,
     ZERO3,
     ConfigError,
@@ -259,6 +260,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     engine: Engine = "zero0" if offloads == {"none"} else ZERO3
     if job.levers.get("shard_within"):
         engine = FSDP2 if job.trainer == "tightfit" else ZERO3
+    engine = COMPRESSING.get(job.compress, engine)
     base = Levers(engine=engine)
     try:
         levers = levers_from_flags({**said, **job.levers}, shape, base)
