@@ -5,7 +5,7 @@ what is kept add up to all gradients, so that nothing is lost, only late. Both b
 
 PowerSGD (Vogels et al., 2019) sends a matrix M of gradients as P Qᵀ of rank `RANK`: one step of power iteration from
 the last Q, P = M Q, summed over the ranks and made orthonormal, then Q = Mᵀ P, summed likewise. Vectors, and matrices
-that would not shrink by `WORTH`, go whole, in the same message as all P. Any optimizer works with the result.
+that would hardly shrink (`is_worth`), go whole, in the same message as all P. Any optimizer works with the result.
 
 1-bit Adam (Tang et al., 2021) lets Adam's second moment stay as it is after the warm-up, so that an update is linear in
 the gradients, and sends the first moment: a bit for each element, and for each `BLOCK` the mean magnitude. Every rank
@@ -31,26 +31,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tightfit.memory.compressed import RANK, SKETCHED, SKETCHES, is_worth
+from tightfit.memory.compressed import SIGNED as BLOCK
+from tightfit.memory.compressed import SIGNED_PIECE as PIECE
 from tightfit.train.optimizers import BETAS, EPS
 from tightfit.train.place import Place
 
 WARM_UP: dict[str, float] = {"powersgd": 0.1, "onebit": 0.2}
 """The share of a run's steps that is exact: as torch's and the authors of 1-bit Adam advise."""
-RANK = 4
-WORTH = 2
-BLOCK = 2048  # elements that share a magnitude
-PIECE = BLOCK * 2**11  # elements that are packed at a time
-SKETCHES, SKETCHED = 16, 4096
 
 
 def count_warm_up(compress: Literal["powersgd", "onebit"], steps: int) -> int:
     """The exact steps of a run of so many: one at least, from which 1-bit Adam has its second moment."""
     return max(1, math.ceil(WARM_UP[compress] * steps))
-
-
-def is_worth(rows: int, columns: int) -> bool:
-    """Whether P and Q are so much smaller than the matrix."""
-    return WORTH * RANK * (rows + columns) < rows * columns
 
 
 class PowerSgd:
@@ -170,8 +163,9 @@ class OneBit:
         for theirs, magnitudes in zip(got_bits.chunk(world), got_sizes.chunk(world), strict=True):
             add_unpacked(self.told, theirs, magnitudes / world)
         own_bits, own_sizes = pack(self.told)
-        dist.all_gather_into_tensor(bits, own_bits)
-        dist.all_gather_into_tensor(sizes, own_sizes)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+        gather(bits, own_bits)
+        gather(sizes, own_sizes)
         add_unpacked(flat.zero_(), bits, sizes)
 
     def measure(self, flat: Tensor, seed: int) -> Tensor:

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tightfit.memory.compressed import LEVELLED as BLOCK
+from tightfit.memory.compressed import LEVELLED_PIECE as PIECE
 from tightfit.messages import Message
 from tightfit.train.place import Place
 from tightfit.types import ConfigError
 
-BLOCK = 256  # elements that share a scale
 LEVELS = 7  # on either side of zero
-PIECE = BLOCK * 2**14  # elements that are packed at a time
 
 
 def compress_deepspeed(place: Place, gpus_per_node: int) -> None:
@@ -74,15 +74,15 @@ class Scatter:
         world, rank = self._place.world, self._place.rank
         sizes = [-(-tensor.numel() // world) for tensor in tensors]
         padded = -(-sum(sizes) // BLOCK) * BLOCK
+        # What is for the GPUs of one number, on each node, lies together: the one of this node gets it.
         rows = tensors[0].new_zeros(world, padded)
+        order = [number % self._near * self._nodes + number // self._near for number in range(world)]
         begin = 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            for row, part in zip(rows, tensor.reshape(-1).split(size), strict=False):
-                row[begin : begin + part.numel()].copy_(part)
+            for number, part in zip(order, tensor.reshape(-1).split(size), strict=False):
+                rows[number, begin : begin + part.numel()].copy_(part)
             begin += size
-        # For the GPUs of this node: what is for the one of their number, on each node.
-        sent = rows.view(self._nodes, self._near, padded).transpose(0, 1) if self._nodes > 1 else rows
-        mean = exchange_mean(sent.reshape(self._near, -1), self._within)
+        mean = exchange_mean(rows.view(self._near, -1), self._within)
         if self._nodes > 1:
             mean = exchange_mean(mean.view(self._nodes, padded), self._between)
         return [
