@@ -25,16 +25,28 @@ STEPS = 5
 USUAL: dict[str, Any] = {"model": "tiny_llama", "precision": "fp32", "seq": 128, "effective_batch": 8, "micro_batch": 1,
                          "max_steps": STEPS, "learning_rate": 3e-3, "checkpointing": "full", "compile": "off",
                          "attention": "sdpa", "loss": "plain"}  # fmt: skip
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
+           "vocab_size": 512, "max_position_embeddings": 2048}  # fmt: skip
+EXPERTS = {"model": MIXTRAL, "engine": "fsdp2"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"engine": "ddp"}),
     "FSDP2 over 4": (4, {"engine": "fsdp2"}),
     "FSDP2 in groups of 2": (4, {"engine": "fsdp2", "shard_within": 2}),
     "FSDP2, 2 GPUs per sequence": (4, {"engine": "fsdp2", "sequence_parallel": 2}),
     "FSDP2 in groups of 2, 4 GPUs per sequence": (4, {"engine": "fsdp2", "shard_within": 2, "sequence_parallel": 4}),
+    "FSDP2 over 2, pipeline of 2": (4, {"engine": "fsdp2", "pipeline_parallel": 2}),
+    "FSDP2, pipeline of 4": (4, {"engine": "fsdp2", "pipeline_parallel": 4, "loss": "fused"}),
+    "FSDP2 over 2, pipeline of 2, interleaved": (4, {"engine": "fsdp2", "pipeline_parallel": 2, "stages_per_gpu": 2}),
     "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
     "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
     "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
+    "experts, alone": (1, {**EXPERTS, "engine": "ddp"}),
+    "FSDP2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2}),
+    "FSDP2, experts on 4 GPUs": (4, {**EXPERTS, "expert_parallel": 4}),
+    "FSDP2 in groups of 2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2, "shard_within": 2}),
 }
+"""Each is compared with the last one of a single rank before it."""
 LIMIT_S = 150
 
 
@@ -43,7 +55,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "run", "rank"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="layouts with this word, beside the one rank alone")
+    parser.add_argument("--only", default="", help="layouts with this word, beside those of one rank alone")
     args = parser.parse_args()
     {"prepare": prepare, "run": run, "rank": work}[args.what](args)
 
@@ -69,6 +81,9 @@ def prepare(args: argparse.Namespace) -> None:
         folder.mkdir(exist_ok=True)
         flags = {**USUAL, **levers, "data": "examples.jsonl", "output": "run"}
         flags["micro_batch"] = 8 if ranks == 1 else 1
+        if isinstance(flags["model"], dict):
+            (folder / "config.json").write_text(json.dumps(flags["model"]))
+            flags["model"] = str(folder / "config.json")
         found = plan(job_from_flags(flags), None, Hardware(gpu=card, gpus_per_node=ranks, host_ram_bytes=128 << 30))
         assert found.chosen is not None, layout
         for name, text in render(found, Target()).items():
@@ -99,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         row["losses"] = [each["loss"] for each in found if each["event"] == "step"]
         if any(codes) or len(row["losses"]) < STEPS:
             row["error"] = said[-1500:]
-        alone = alone or row["losses"]
+        alone = row["losses"] if ranks == 1 else alone
         row["apart"] = max([abs(one / other - 1) for one, other in zip(row["losses"], alone, strict=False)], default=1)
         with args.out.open("a") as out:
             out.write(json.dumps(row) + "\n")
@@ -149,6 +164,8 @@ def work(args: argparse.Namespace) -> None:
             for module in (dist, dist.distributed_c10d):
                 if hasattr(module, name):
                     setattr(module, name, through_host(getattr(module, name)))
+        for module in (dist, dist.distributed_c10d):
+            module.isend, module.irecv = send_from_host(module.isend), receive_on_host(module.irecv)
 
     dist.init_process_group = begin_through_host
     train([str(args.path / "worker.json"), "--no-probe"])
@@ -162,6 +179,40 @@ class Done:
 
     def is_completed(self) -> bool:
         return True
+
+
+class Arriving:
+    """What is on its way to or from the host's copy of a tensor on a GPU."""
+
+    def __init__(self, work: Any, host: Any, device: Any = None) -> None:
+        self.work, self.host, self.device = work, host, device
+
+    def wait(self, *_: Any) -> bool:
+        import torch
+
+        self.work.wait()
+        if self.device is not None:
+            with torch.no_grad():
+                self.device.copy_(self.host)
+        return True
+
+
+def send_from_host(send: Callable[..., Any]) -> Callable[..., Any]:
+    def send_copy(tensor: Any, *words: Any, **named: Any) -> Any:
+        host = tensor.detach().cpu()
+        return Arriving(send(host, *words, **named), host)
+
+    return send_copy
+
+
+def receive_on_host(receive: Callable[..., Any]) -> Callable[..., Any]:
+    def receive_copy(tensor: Any, *words: Any, **named: Any) -> Any:
+        import torch
+
+        host = torch.empty_like(tensor, device="cpu")
+        return Arriving(receive(host, *words, **named), host, tensor)
+
+    return receive_copy
 
 
 def through_host(collective: Callable[..., Any]) -> Callable[..., Any]:

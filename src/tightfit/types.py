@@ -195,6 +195,9 @@ class ModelShape:
     embedding_scale: bool = False  # the embedding is multiplied by sqrt(hidden) (gemma)
     final_softcap: bool = False  # tanh soft-capping of the logits (gemma2)
     max_positions: int | None = None
+    receives: bool = False
+    """A part of a model: hidden states come from the stage of a pipeline below, and their gradient goes back there."""
+    hands_on: bool = False  # likewise they go to the stage above: there is neither a final norm nor a head
     notes: tuple[Any, ...] = ()  # sentences that belong on the screen: 'called 3B, really 0.9B'
 
     @property
@@ -648,6 +651,10 @@ class Levers:
         whole = self.shard_within if self.is_fsdp2 and self.shard_within else world // self.pipeline_parallel
         return max(1, whole // self.tensor_parallel)
 
+    def stage_ranks(self, world: int) -> int:
+        """How many of these ranks have the same stages of a pipeline, or their parts of them."""
+        return max(1, world // self.pipeline_parallel)
+
     def data_ranks(self, world: int) -> int:
         """How many of these ranks read samples of their own: those that share sequences or layers, or hand micro
         batches on to each other, read the same, and count as one."""
@@ -656,6 +663,11 @@ class Levers:
     @property
     def ranks_per_sample(self) -> int:
         return prod(getattr(self, name) for name in READ_TOGETHER)
+
+    @property
+    def row_parts(self) -> int:
+        """Ranks that have a part of the tokens of each row each, outside of attention at least."""
+        return self.sequence_parallel * self.tensor_parallel
 
     @property
     def groups(self) -> int:
@@ -713,6 +725,7 @@ class Footprint:
     gpu: GpuFootprint
     host: HostFootprint
     trainable_parameters: int
+    pipeline_gpu: int | None = None  # of a pipeline the GPU that this is of, which needs most; the first is 0
     because: tuple[Any, ...] = ()
 
 
@@ -728,6 +741,7 @@ Cause = Literal[
     "host link",
     "host optimizer",
     "launch overhead",
+    "pipeline bubble",
 ]
 
 

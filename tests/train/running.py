@@ -46,7 +46,12 @@ class Ran:
 
 
 def write_plan(folder: Path, world: int, **flags: Any) -> Path:
-    """The files of a job on `world` CPU ranks, with these flags; the run's folder is beside them."""
+    """The files of a job on `world` CPU ranks, with these flags; the run's folder is beside them. The model may be the
+    fields of a config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(flags["model"], dict):
+        (folder / "config.json").write_text(json.dumps(flags["model"]))
+        flags["model"] = str(folder / "config.json")
     hardware = Hardware(
         gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=12 * GIB), gpus_per_node=world, host_ram_bytes=24 * GIB
     )
@@ -57,7 +62,6 @@ def write_plan(folder: Path, world: int, **flags: Any) -> Path:
     found = plan(job, None, hardware)
     assert found.chosen is not None
     assert found.chosen.world == world
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in render(found, Target()).items():
         (folder / name).write_text(text)
     return folder

@@ -53,6 +53,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": ATTENTION | EXPERTS | {"num_experts": 11, "head_dim": 16},
 }
 
+OF_EXPERTS = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+}
+MIXTRAL = {**OF_EXPERTS, "model_type": "mixtral"}
+QWEN2_MOE = {**OF_EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 80}
+QWEN3_MOE = {**OF_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16, "num_experts_per_tok": 3, "mlp_only_layers": [1]}
+"""As flags of a job."""
+
 
 def config_of(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **(FAMILIES[family] | changes))

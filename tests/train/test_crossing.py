@@ -1,9 +1,10 @@
 """Saved under one engine, stage and number of ranks, loaded under another: every bit of it, and the run goes on.
 
 Each of five engines saves from two ranks, and FSDP2 from four as well: in two groups that have a copy of the model
-each, or that share their sequences. Each of them, with one, two and three ranks, loads all and saves them again at
-once: weights, fp32 copies and moments must be the same bytes in the file. The loss of the next step may differ by the
-order in which an engine adds: two parts in a thousand in bf16, as in test_same_losses.
+each, or that share their sequences, their layers or the experts of a model that has some, or in a pipeline. Each of
+them, with one, two and three ranks, loads all and saves them again at once: weights, fp32 copies and moments must be
+the same bytes in the file. The loss of the next step may differ by the order in which an engine adds: two parts in a
+thousand in bf16, as in test_same_losses.
 """
 
 from __future__ import annotations
@@ -17,16 +18,37 @@ from typing import Any
 
 import pytest
 from running import edit, run_ranks, write_plan
+from small_models import MIXTRAL
 
 pytestmark = pytest.mark.thorough
 
 GROUPS = "fsdp2 in groups"
 SHARED = "fsdp2 shares sequences"
-OF_FOUR: dict[str, dict[str, Any]] = {GROUPS: {"shard_within": 2}, SHARED: {"sequence_parallel": 2}}
+LAYERS = "fsdp2 shares layers"
+ROW = "fsdp2 in a pipeline"
+OF_FOUR: dict[str, dict[str, Any]] = {
+    GROUPS: {"shard_within": 2},
+    SHARED: {"sequence_parallel": 2},
+    LAYERS: {"tensor_parallel": 2},
+    ROW: {"pipeline_parallel": 2},
+    "fsdp2 interleaved": {"pipeline_parallel": 2, "stages_per_gpu": 2},
+}
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", *OF_FOUR)
-QUICKLY = (("zero3", 1, ("fsdp2", GROUPS)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
-QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")),)
+QUICKLY = (("zero3", 1, ("fsdp2", GROUPS, ROW)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
+QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")), (ROW, 4, ("zero3", ROW)), (LAYERS, 4, ("zero3", ROW, LAYERS)))
+QUICKLY += (("fsdp2", 3, (LAYERS,)),)
 """What `make test` has of it: both ways of cutting, each from the other."""
+MODEL = {"model": MIXTRAL}
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "ddp of experts": MODEL,
+    "zero3 of experts": MODEL,
+    "fsdp2 of experts": MODEL,
+    "fsdp2 shares experts": {**MODEL, "expert_parallel": 2},
+    "fsdp2 shares experts of 4": {**MODEL, "expert_parallel": 4},
+    "fsdp2 shares experts in groups": {**MODEL, "expert_parallel": 2, "shard_within": 2},
+    "fsdp2 shares experts in 8 bits": {**MODEL, "expert_parallel": 2, "optimizer": "adamw8bit"},
+}
+QUICKLY += (("fsdp2 shares experts", 4, ("fsdp2 of experts",)), ("fsdp2 of experts", 2, ("fsdp2 shares experts",)))
 STEP, TOLERANCE = 2, 2e-3
 FLAGS = {
     "model": "tiny_llama",
@@ -40,7 +62,7 @@ FLAGS = {
 
 
 def plan_for(folder: Path, world: int, engine: str, **edits: Any) -> Path:
-    flags = {**FLAGS, "engine": engine.split(maxsplit=1)[0], **OF_FOUR.get(engine, {})}
+    flags = {**FLAGS, "engine": engine.split(maxsplit=1)[0], **OF_FOUR.get(engine, {}), **OF_EXPERTS.get(engine, {})}
     return edit(write_plan(folder, world, **flags), training__schedule="constant", **edits)
 
 
@@ -54,7 +76,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     @cache
     def save(engine: str) -> tuple[Path, float]:
         folder = tmp_path_factory.mktemp("saved") / engine
-        world = 4 if engine in OF_FOUR else 2
+        world = 4 if engine in OF_FOUR or "expert_parallel" in OF_EXPERTS.get(engine, {}) else 2
         plan_for(folder, world, engine, saving__every_steps=1, saving__keep_last=5)
         ran = run_ranks(folder, "--no-probe")
         assert ran.codes == [0] * world, "\n".join(ran.stderr)
@@ -77,6 +99,8 @@ def tensors(folder: Path) -> dict[str, bytes]:
             for engine in ENGINES
             for world in ((2, 4) if engine in OF_FOUR else (1, 2, 3))
         ),
+        *(pytest.param(engine, 4, tuple(OF_EXPERTS)[:-1], marks=pytest.mark.slow) for engine in tuple(OF_EXPERTS)[:-1]),
+        pytest.param(tuple(OF_EXPERTS)[-1], 4, tuple(OF_EXPERTS)[-1:], marks=pytest.mark.slow),
     ],
 )
 def test_any_engine_goes_on_from_any_other(

@@ -127,6 +127,19 @@ def test_the_layer_that_began_is_named(tmp_path: Path, factors: list[float], lay
     assert [(each["streak"], each["layer"], each["where"]) for each in said] == [(2, layer, where)]
 
 
+@pytest.mark.parametrize(("where", "layer"), [("forward", "layers.4"), ("backward", "layers.8")])
+def test_of_ranks_with_other_layers_the_one_that_began_is_named(tmp_path: Path, where: str, layer: str) -> None:
+    """A rank that sees what another hands on is not the one."""
+    events = Events(tmp_path, speaks=True)
+    told = ["{}", json.dumps({where: "layers.4"}), json.dumps({where: "layers.8"}), "{}"]
+    watch = OverflowWatch(Stack([1.0]), events, lambda _: told)
+    for step in range(1, 3):
+        watch.after_step(step, skipped=True, loss_scale=1.0)
+    events.close()
+    said = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(each["layer"], each["where"]) for each in said] == [(layer, where)]
+
+
 def test_a_good_step_ends_the_streak(tmp_path: Path) -> None:
     watch = OverflowWatch(Stack([1.0, 1.0]), Events(tmp_path, speaks=False))
     outcomes: list[Any] = []

@@ -24,6 +24,7 @@ from tightfit.train.documents import Told
 from tightfit.train.engines import Launched, Stepped
 from tightfit.train.engines.deepspeed import look_at_once
 from tightfit.train.engines.fsdp2 import UNMARKED, Fsdp2, shard
+from tightfit.train.mesh import make_mesh
 from tightfit.types import Levers
 
 
@@ -107,7 +108,7 @@ def test_what_a_step_did_is_read_at_once() -> None:
 def test_no_value_is_read_between_the_first_kernel_and_the_last(precision: Any, mesh: Any) -> None:
     model = real(config_of("llama")).train()
     levers = Levers(engine="fsdp2", precision=precision, sequence=16)
-    shard(model, levers, ALONE)
+    shard(model, levers, make_mesh(levers, ALONE), ALONE)
     training = OptimizerConfig(
         **{"learning_rate": 1e-3, "schedule": "constant", "warmup": 0.0, "epochs": None, "max_steps": 2, "seed": 0},
         **{"weight_decay": 0.0, "clip": 1.0, "first_scale_power": 4 if precision == "fp16" else None},

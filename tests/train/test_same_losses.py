@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from plain import plain_losses, plain_steps, write_examples
 from running import Ran, edit, run_ranks, write_plan
+from small_models import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 
 from tightfit.hardware.machine import read_text
 
@@ -44,10 +45,17 @@ GROUPS = {"shard_within": 2, "micro_batch": 1}
 """Four ranks, two and two."""
 SHARED = {"sequence_parallel": 2, "precision": "fp32"}
 """Four ranks, of which two and two share each sequence."""
+SHARED_LAYERS = {"engine": "fsdp2", "precision": "fp32", "tensor_parallel": 2}
+"""Four ranks, of which two and two share each layer."""
+IN_A_ROW = {"engine": "fsdp2", "pipeline_parallel": 2, "precision": "fp32", "micro_batch": 1}
+"""Four ranks: two stages, each of which two ranks share."""
+OF_FOUR = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
 MAMBA = {"model": "tiny_mamba", "precision": "fp32", "seq": 48}
+EXPERTS = {"model": MIXTRAL, "engine": "fsdp2", "precision": "fp32", "expert_parallel": 2}
+"""Four ranks, of which two and two share the experts of each layer."""
 
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {"engine": "ddp"},
@@ -71,6 +79,29 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 shares sequences of four": {"engine": "zero3", "precision": "fp32", "sequence_parallel": 4},
     "fsdp2 lora shares sequences": {"engine": "fsdp2", **SHARED, **LORA},
     "zero3 lora shares sequences": {"engine": "zero3", **SHARED, **LORA, "checkpointing": "select:qkv,mlp"},
+    "shares experts": EXPERTS,
+    "shares experts, others of a token": {**EXPERTS, "model": QWEN3_MOE, "checkpointing": "full"},
+    "shares experts beside a common one": {**EXPERTS, "model": QWEN2_MOE, "checkpointing": "select:mlp"},
+    "shares experts of four": {**EXPERTS, "expert_parallel": 4, "loss": "fused", "checkpointing": "none"},
+    "shares experts in groups": {**EXPERTS, **GROUPS},
+    "shares experts and sequences": {**EXPERTS, **SHARED},
+    "shares experts, offloaded": {**EXPERTS, "offload_param": "cpu"},
+    "shares experts in bf16": {**EXPERTS, "precision": "bf16"},
+    "shares experts, lora": {**EXPERTS, **LORA, "model": QWEN2_MOE},
+    "fsdp2 shares layers": {**SHARED_LAYERS},
+    "fsdp2 shares layers, bf16": {**SHARED_LAYERS, "precision": "bf16", "checkpointing": "full"},
+    "fsdp2 shares layers, fused": {**SHARED_LAYERS, "loss": "fused", "checkpointing": "full"},
+    "fsdp2 shares layers, offloaded": {**SHARED_LAYERS, "offload_param": "cpu", "checkpointing": "full+offload"},
+    "fsdp2 shares layers in groups": {**SHARED_LAYERS, **GROUPS, "checkpointing": "none"},
+    "fsdp2 lora shares layers": {**SHARED_LAYERS, **LORA},
+    "fsdp2 in a pipeline": {**IN_A_ROW},
+    "fsdp2 in a pipeline of four": {**IN_A_ROW, "pipeline_parallel": 4, "checkpointing": "full"},
+    "fsdp2 in a pipeline, interleaved": {**IN_A_ROW, "stages_per_gpu": 2, "loss": "fused"},
+    "fsdp2 in a pipeline, fused": {**IN_A_ROW, "precision": "bf16", "loss": "fused", "checkpointing": "select:mlp"},
+    "fsdp2 lora in a pipeline": {**IN_A_ROW, **LORA},
+    "fsdp2 in a pipeline, in groups": {**IN_A_ROW, "shard_within": 1},
+    "fsdp2 mamba in a pipeline": {**IN_A_ROW, **MAMBA},
+    "fsdp2 in a pipeline, compiled": {**IN_A_ROW, **COMPILED},
     "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
     "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
     "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
@@ -111,7 +142,9 @@ SLOW = (
     *(
         way
         for way in WAYS
-        if "shares sequences" in way and way not in ("fsdp2 shares sequences", "zero2 shares sequences")
+        if any(word in way for word in ("shares ", "pipeline"))
+        and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers", "shares experts")
+        and way != "fsdp2 in a pipeline"
     ),
 )
 """What another way covers nearly as well."""
@@ -148,7 +181,7 @@ def run_well(folder: Path, *options: str) -> Ran:
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in WAYS])
 def test_an_engine_follows_plain_pytorch(tmp_path: Path, way: str) -> None:
-    folder = write(tmp_path, 4 if {"shard_within", "sequence_parallel"} & WAYS[way].keys() else 2, **WAYS[way])
+    folder = write(tmp_path, 4 if OF_FOUR & WAYS[way].keys() else 2, **WAYS[way])
     expected, norms = reference(folder, WAYS[way])
     ran = run_well(folder, *(["--no-probe"] if way in UNPROBED else []))
     tolerance = TOLERANCE[{**FULL, **WAYS[way]}["precision"]]
@@ -187,12 +220,22 @@ def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, eng
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [False, True])
-def test_shared_sequences_are_packed_counted_and_evaluated_alike(tmp_path: Path, packing: bool) -> None:
+@pytest.mark.parametrize(
+    ("engine", "layout", "packing"),
+    [
+        ("ddp", "sequence_parallel", False),
+        ("ddp", "sequence_parallel", True),
+        ("fsdp2", "pipeline_parallel", False),
+        ("fsdp2", "pipeline_parallel", True),
+    ],
+)
+def test_ranks_that_read_the_same_pack_count_and_evaluate_alike(
+    tmp_path: Path, engine: str, layout: str, packing: bool
+) -> None:
     """Of a length that does not divide, too."""
     found = {}
     for ranks in (1, 2):
-        flags = {"engine": "ddp", "precision": "fp32", "seq": 125, "sequence_parallel": ranks, "packing": packing}
+        flags = {"engine": engine, "precision": "fp32", "seq": 125, layout: ranks, "packing": packing}
         ran = run_well(edit(write(tmp_path / str(ranks), ranks, **flags), evaluation__split=0.2), "--no-probe")
         counted = [each["tokens"] for each in ran.of("step")]
         found[ranks] = counted, [*ran.losses, *(each["loss"] for each in ran.of("eval"))]

@@ -13,7 +13,7 @@ from small_models import FAMILIES, config_of, real
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from tightfit.train.loop import Loop, Window
+from tightfit.train.engines import Engine
 from tightfit.train.loss import WindowLoss, linear_cross_entropy
 from tightfit.types import Loss, ModelError
 
@@ -111,12 +111,9 @@ def test_nothing_of_a_micro_batch_is_there_beside_the_next() -> None:
         made.extend([weakref.ref(loss), weakref.ref(inputs["input_ids"])])
         return loss
 
-    loop = SimpleNamespace(
-        engine=SimpleNamespace(forward=forward, backward=lambda loss, last: loss.backward(), model=None),
-        windows=SimpleNamespace(inputs=lambda window: ({"input_ids": torch.ones(1, 2)} for _ in window.micro_batches)),
-        events=SimpleNamespace(heartbeat=SimpleNamespace(at=lambda *words: None)),
-        place=SimpleNamespace(device="cpu"),
+    engine = SimpleNamespace(
+        forward=forward, backward=lambda loss, last: loss.backward(), _place=SimpleNamespace(device="cpu")
     )
-    window = SimpleNamespace(micro_batches=range(3), divisor=2.0)
-    assert float(Loop._accumulate(cast("Loop", loop), 0, cast("Window", window))) == 12.0
+    inputs = ({"input_ids": torch.ones(1, 2)} for _ in range(3))
+    assert float(Engine.accumulate(cast("Engine", engine), inputs, 3, 2.0, lambda *_: None)) == 12.0
     assert alive == [0, 0, 0]

@@ -226,6 +226,10 @@ def find_compile_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
         return Message("inputs.compile-zero3")
     if levers.sequence_parallel > 1:  # attention exchanges heads for tokens in the middle of a layer
         return Message("inputs.compile-sharing", size=levers.sequence_parallel)
+    if levers.expert_parallel > 1:
+        return Message("inputs.compile-shared-experts", size=levers.expert_parallel)
+    if levers.tensor_parallel > 1:  # tokens are gathered and sums reduced in the middle of a layer
+        return Message("inputs.compile-shared-layers", size=levers.tensor_parallel)
     if any(isinstance(block.mixer, Traced) for block in shape.blocks):  # neither its graph nor its price is known
         return Message("inputs.compile-unknown", model=shape.name)
     if any(isinstance(block.mixer, Mamba1) for block in shape.blocks) and levers.scan != "tightfit":

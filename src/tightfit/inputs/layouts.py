@@ -7,8 +7,11 @@ there are may not be known yet.
 from __future__ import annotations
 
 from tightfit.messages import Listing, Message
-from tightfit.types import COMPRESSING, DDP, FSDP2, Attention, ConfigError, Levers, ModelShape, Moe
+from tightfit.types import COMPRESSING, Attention, ConfigError, Levers, Mlp, ModelShape, Moe, Tensor
 
+CUT_INTO_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+CUT_INTO_COLUMNS = ("o_proj", "down_proj")
+"""The matrices that GPUs share, as the families call them for which transformers has a plan that cuts nothing else."""
 PACKED = 8  # weights that DeepSpeed's quantizer takes at a time
 
 
@@ -65,16 +68,35 @@ def find_tensor_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         return Message("inputs.layouts-apart", one=f"--tensor-parallel {size}", other="--sequence-parallel")
     if levers.method == "qlora":
         return Message("inputs.tensor-packed", size=size)
-    mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
-    if len(mixers) < len(shape.blocks) or any(isinstance(block.mlp, Moe) for block in shape.blocks):
+    if levers.lora is not None and levers.lora.dropout:  # GPUs that read the same tokens would drop others
+        return Message("inputs.tensor-dropout", size=size)
+    if levers.checkpointing.select:
+        return Message("inputs.tensor-select", size=size)
+    blocks = [block for block in shape.blocks if isinstance(block.mixer, Attention) and isinstance(block.mlp, Mlp)]
+    if len(blocks) < len(shape.blocks):
         return Message("inputs.tensor-unknown", size=size, model=shape.name)
-    most = min(mixer.kv_heads for mixer in mixers)
-    may = [
-        n
-        for n in range(2, most + 1)
-        if all(not mixer.heads % n and not mixer.kv_heads % n for mixer in mixers) and not (world or 0) % n
+    if whole := next((tensor.name for block in blocks for tensor in block.tensors if not _can_be_shared(tensor)), None):
+        return Message("inputs.tensor-whole", size=size, model=shape.name, name=whole)
+    if any(isinstance(block.mixer, Attention) and block.mixer.qk_norm_whole for block in blocks):
+        return Message("inputs.tensor-norms", size=size, model=shape.name)
+    must = [
+        number
+        for block in blocks
+        if isinstance(block.mixer, Attention) and isinstance(block.mlp, Mlp)
+        for number in (block.mixer.heads, block.mixer.kv_heads, block.mlp.intermediate)
     ]
+    gpus = [each for each in (levers.shard_within, world) if each]
+    may = [n for n in range(2, min(must) + 1) if not any(each % n for each in (*must, *gpus))]
     return None if size in may else _say_sizes("--tensor-parallel", size, Message("inputs.heads-divide"), may, world)
+
+
+def _can_be_shared(tensor: Tensor) -> bool:
+    """Of a layer: a matrix that is cut into rows or into columns, or what no GPU needs more of than it has. A bias
+    behind sums of which each GPU has a share would be added by each."""
+    names = tensor.name.split(".")
+    if len(tensor.shape) > 1:
+        return names[-2] in (*CUT_INTO_ROWS, *CUT_INTO_COLUMNS)
+    return names[-1] != "bias" or names[-2] not in CUT_INTO_COLUMNS
 
 
 def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
@@ -82,8 +104,20 @@ def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None 
     size = levers.pipeline_parallel
     if levers.trainer != "tightfit":
         return Message("inputs.layout-is-ours", flag="--pipeline-parallel", size=size)
-    if levers.engine not in (DDP, FSDP2):
-        return Message("inputs.layout-needs-engine", flag="--pipeline-parallel", size=size, engine="fsdp2 or ddp")
+    if not levers.is_fsdp2:
+        return Message("inputs.layout-needs-engine", flag="--pipeline-parallel", size=size, engine="fsdp2")
+    apart = {
+        "--sequence-parallel": levers.sequence_parallel > 1,
+        "--tensor-parallel": levers.tensor_parallel > 1,
+        "--expert-parallel": levers.expert_parallel > 1,
+        # Every stage has something that trains.
+        "--frozen-layers": levers.frozen_layers > 0,
+        "--trains embeddings": levers.trains == "embeddings",
+        # What goes to the host comes back in the order of one micro batch's layers.
+        "--compile layers --checkpointing full+offload": levers.compile != "off" and levers.checkpointing.offload,
+    }
+    for other in (flag for flag, is_set in apart.items() if is_set):
+        return Message("inputs.layouts-apart", one=f"--pipeline-parallel {size}", other=other)
     most = shape.n_layers // levers.stages_per_gpu
     may = [n for n in range(2, most + 1) if not (world or 0) % n]
     if size in may:
@@ -98,6 +132,12 @@ def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         return Message("inputs.layout-is-ours", flag="--expert-parallel", size=size)
     if not levers.is_fsdp2:
         return Message("inputs.layout-needs-engine", flag="--expert-parallel", size=size, engine="fsdp2")
+    for other in ("tensor_parallel", "pipeline_parallel"):
+        if getattr(levers, other) > 1:
+            flag = f"--{other.replace('_', '-')}"
+            return Message("inputs.layouts-apart", one=f"--expert-parallel {size}", other=flag)
+    if levers.lora is not None and levers.lora.targets is None and any(b.lora_on_experts for b in shape.blocks):
+        return Message("inputs.experts-adapted", size=size, model=shape.name)
     experts = [block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)]
     if not experts:
         return Message("inputs.no-experts", size=size, model=shape.name)

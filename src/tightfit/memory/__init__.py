@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.memory import host, overhead, zero3, zero12
+from tightfit.memory import engines, host, overhead, zero3, zero12
 from tightfit.memory.engines import ENGINES
-from tightfit.memory.job import Components, MemoryJob, combine, make_job, worst
+from tightfit.memory.job import Components, MemoryJob, combine, make_jobs, worst
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
+from tightfit.memory.weights import of_whole_model
+from tightfit.messages import Message
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
 
 __all__ = ["Floor", "Scale", "Totals", "estimate", "required_bytes", "totals_of"]
@@ -29,9 +31,36 @@ def estimate(
     """What every GPU and the host will hold. Without hardware the card is assumed to be ample. `built_whole`: of a
     script that builds its model on the GPU by `from_config`, which holds more at the start."""
     gpu = hardware.gpu if hardware else None
-    job = make_job(shape, levers, world, gpu, built_whole=built_whole)
-    engine = ENGINES[levers.engine]
-    components = {"init": engine.initialise(job), **engine.passes(job), "step": engine.step(job)}
+    found: list[tuple[GpuFootprint, HostFootprint, MemoryJob]] = []
+    for jobs in make_jobs(shape, levers, world, gpu, built_whole=built_whole):
+        components = [_list_components(job) for job in jobs]
+        phases = {name: _phase(name, worst(*[each[name] for each in components])) for name in components[0]}
+        on_host = {name: Phase(name, parts) for name, parts in host.phases(jobs[0]).items()}
+        nvme = host.nvme_bytes(jobs[0]) if levers.stage == 3 else 0
+        found.append((*sum_up(phases, on_host, world, hardware, nvme, levers.groups), jobs[0]))
+    on_gpu, of_host, job = max(found, key=lambda each: each[0].required_bytes)
+    says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
+    if job.row is not None:
+        says = (Message("price.fullest-of-row", place=job.row.place + 1, gpus=levers.pipeline_parallel),)
+    usable = (overhead.usable(gpu.memory_bytes, on_gpu.overhead),) if gpu else ()
+    return Footprint(
+        gpu=on_gpu,
+        host=of_host,
+        trainable_parameters=of_whole_model(shape, levers).trainable_numel,
+        pipeline_gpu=None if job.row is None else job.row.place,
+        because=(*overhead.reasons(on_gpu.phases, on_gpu.peak_phase, says), *usable),
+    )
+
+
+def _phase(name: PhaseName, parts: Components) -> Phase:
+    return Phase(name, {part: parts[part] for part in DRAWN if parts.get(part)})
+
+
+def _list_components(job: MemoryJob) -> dict[PhaseName, Components]:
+    """Of a GPU in every phase, its turns at one stage if it has several."""
+    levers, stepping = job.levers, engines.step(job)
+    components: dict[PhaseName, Components] = {"init": ENGINES[levers.engine].initialise(job)}
+    components |= engines.passes(job) | {"step": stepping}
     # a forward pass that keeps nothing, then the logits
     passing: Components = {"recompute": job.acts.evaluation}
     logits: Components = {"logits": job.acts.head.eval_logits}
@@ -39,26 +68,14 @@ def estimate(
         whole = zero3.gather_for(job)
         passing["gathered_weights"] = whole.forward * job.weights.width
         logits["gathered_weights"] = whole.loss * job.weights.width
-    components["eval"] = combine(
-        _resting(job, components["step"]), worst(passing, logits), {"temporaries": job.workspaces}
-    )
+    components["eval"] = combine(_resting(job, stepping), worst(passing, logits), {"temporaries": job.workspaces})
     # saving copies parts to the host in pieces; what is stored as it lies needs nothing more on the GPU
     rounded = levers.is_fsdp2 and levers.precision != "fp32" and levers.master_weights
     unpacking = overhead.SAVED_PIECE_BYTES // 2 if rounded else 0
     if levers.optimizer in EIGHT_BIT:
         unpacking = overhead.SAVED_PIECE_BYTES
-    components["save"] = combine(_resting(job, components["step"]), {"temporaries": job.workspaces + unpacking})
-    phases = {
-        name: Phase(name, {part: parts[part] for part in DRAWN if parts.get(part)})
-        for name, parts in components.items()
-    }
-    on_host = {name: Phase(name, parts) for name, parts in host.phases(job).items()}
-    nvme = host.nvme_bytes(job) if levers.stage == 3 else 0
-    on_gpu, of_host = sum_up(phases, on_host, world, hardware, nvme, levers.groups)
-    engine_says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
-    usable = (overhead.usable(gpu.memory_bytes, on_gpu.overhead),) if gpu else ()
-    because = (*overhead.reasons(phases, on_gpu.peak_phase, engine_says), *usable)
-    return Footprint(gpu=on_gpu, host=of_host, trainable_parameters=job.weights.trainable_numel, because=because)
+    components["save"] = combine(_resting(job, stepping), {"temporaries": job.workspaces + unpacking})
+    return components
 
 
 def sum_up(

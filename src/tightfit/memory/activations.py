@@ -14,6 +14,7 @@ from tightfit.memory.attention import mask_bytes
 from tightfit.memory.layers import has_parts, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import LIGER_MODELS, Setting
+from tightfit.memory.shared_layers import inside_of
 from tightfit.memory.ssm import runs_cuda_scan
 from tightfit.memory.tape import SMALLEST_MOVED_BYTES, LayerCost
 from tightfit.memory.weights import WIDTH
@@ -65,6 +66,8 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
         micro_batch=levers.micro_batch,
         sequence=levers.sequence,
         parts=levers.sequence_parallel,
+        expert_ranks=levers.expert_parallel,
+        tensor=levers.tensor_parallel,
         width=width,
         trains_base=levers.trains_base,
         trains_embedding=levers.trains_embedding,
@@ -163,13 +166,14 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     lowest, count = _lowest(setting, frozen), shape.n_layers
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     streams = [inputs[kind] for kind in shape.pattern]
-    streams[0] = min(streams[0], embedded)
+    if shape.before:
+        streams[0] = min(streams[0], embedded)
 
     def ways(depth: Checkpointing, indices: range) -> Iterator[tuple[int, _Way]]:
         """Each of these layers, of which no two of a kind differ but for the lowest with a backward pass."""
         known: dict[tuple[int, bool], _Way] = {}
         for index in indices:
-            key = shape.pattern[index], index != lowest or _trains_below(setting, depth)
+            key = shape.pattern[index], index != lowest or _trains_below(shape, setting, depth)
             yield index, known.get(key) or known.setdefault(key, _way(shape, setting, depth, index, key[1]))
 
     def keep(depth: Checkpointing, indices: range) -> list[int]:
@@ -192,7 +196,7 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     ]
     # the top layer may be the lowest as well
     ends_of = [
-        _way(shape, setting, depth, count - 1, count - 1 != lowest or _trains_below(setting, depth))
+        _way(shape, setting, depth, count - 1, count - 1 != lowest or _trains_below(shape, setting, depth))
         for depth in (nothing, some, everything)
     ]
     if count == 1:
@@ -210,9 +214,11 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     )
 
 
-def _trains_below(setting: Setting, depth: Checkpointing) -> bool:
+def _trains_below(shape: ModelShape, setting: Setting, depth: Checkpointing) -> bool:
     """Whether the lowest layer's input has a gradient. Adapters alone need none of the embedding, but checkpointing
     makes its output require one; not so inside compiled code."""
+    if not shape.before:
+        return shape.receives
     checkpoints = depth.layers != 0 and not setting.compiled
     return setting.trains_embedding or (not setting.trains_base and checkpoints)
 
@@ -233,13 +239,13 @@ def _layers(
     forwards, and while that runs backwards (`train/to_host.py`). The others send their inputs, one after another."""
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     embedded = setting.tokens * shape.hidden_size * setting.width
-    trains_below = _trains_below(setting, depth)
+    trains_below = _trains_below(shape, setting, depth)
     lowest = _lowest(setting, frozen)
     kept = host_kept = own = stream = before = moving = 0
     moments: list[Moment] = []
     for index, kind in enumerate(shape.pattern):
         # below the first layer is the embedding, in working precision whatever the residual is
-        stream = inputs[kind] if index else min(inputs[kind], embedded)
+        stream = inputs[kind] if index or not shape.before else min(inputs[kind], embedded)
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
         cost, recomputes = _way(shape, setting, depth, index, index != lowest or trains_below)
@@ -268,8 +274,9 @@ def _count_sent_bytes(cost: LayerCost, stream: int) -> int:
 
 
 def _recompute(cost: LayerCost) -> tuple[int, int]:
-    """A recomputed layer runs forwards once more, then backwards: its `working` and `working_kept`."""
-    again = cost.recompute + cost.output
+    """A recomputed layer runs forwards once more, as soon as its backward pass asks for something, then backwards: its
+    `working` and `working_kept`."""
+    again = cost.recompute + max(cost.output, cost.asking)
     return max(again, cost.backward), max(again, cost.backward_kept)
 
 
@@ -280,11 +287,13 @@ def _masks(shape: ModelShape, setting: Setting) -> int:
 
 
 def _rotary_tables(shape: ModelShape, setting: Setting) -> int:
-    """cos and sin, made once a pass and kept by the first layer that multiplies with them."""
+    """cos and sin, made once a pass and kept by the first layer that multiplies with them; of whole rows, where ranks
+    that share layers see these."""
     widths = [
         block.mixer.rotary_dim or block.mixer.head_dim
         for block in shape.blocks
         if isinstance(block.mixer, Attention) and block.mixer.rotary
     ]
-    rows = setting.micro_batch if setting.packed else 1  # each sequence counts from its own borders
-    return 2 * rows * setting.own_sequence * max(widths, default=0) * setting.width
+    # Each sequence counts from its own borders; positions of rows that are cut are those of each row.
+    rows = setting.micro_batch if setting.packed or setting.own_sequence < setting.sequence else 1
+    return 2 * rows * inside_of(setting).own_sequence * max(widths, default=0) * setting.width

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from tightfit.memory import ddp, fsdp2, zero0, zero3, zero12
-from tightfit.memory.job import Components, MemoryJob
+from tightfit.memory.job import Components, MemoryJob, combine, count_waiting_bytes, share
+from tightfit.memory.operations import FP32
 from tightfit.types import PhaseName
 
 
@@ -38,3 +39,21 @@ ENGINES: Mapping[str, EngineMemory] = {
     "zero3": zero3,
     "fsdp2": fsdp2,
 }
+
+
+def passes(job: MemoryJob) -> dict[PhaseName, Components]:
+    """Of one micro batch, with what others of a pipeline hold meanwhile."""
+    found = ENGINES[job.levers.engine].passes(job)
+    if job.row is None:
+        return found
+    ways = {name: count_waiting_bytes(job, "backward" if name == "backward" else "forward") for name in found}
+    return {name: combine(parts, {"activations": ways[name]}) for name, parts in found.items()}
+
+
+def step(job: MemoryJob) -> Components:
+    """Both copies of a tied embedding, on the first GPU of a pipeline and on the last, get the sum of their gradients:
+    the other's lies beside the own."""
+    found = ENGINES[job.levers.engine].step(job)
+    if job.row is None or not job.row.tied_numel:
+        return found
+    return combine(found, {"buckets": share(job.row.tied_numel, job.world) * FP32})

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil, sqrt
+
 from tightfit.memory.operations import FP32, INT64, Operations, Setting
 from tightfit.memory.tape import Part, Slot
 from tightfit.types import Mlp, Moe
 
 DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h")
 UP = ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h")
+BUSIEST_EXPERT = 0.5
+"""How many more rows than the mean the busiest expert of a layer gets. An assumption about routers that were trained to
+share tokens out: papers on balancing call the number `MaxVio` (arXiv 2408.15664) and report about this much for models
+trained with an auxiliary loss. Nothing holds a router to it, and a rank that gets more rows holds more."""
+
+
+def busiest_load(experts: int, ranks: int) -> float:
+    """Rows that the busiest of the ranks gets which share the experts of a layer, over the mean. What experts get too
+    much or too little evens out over those of one rank, as of numbers that do not hang on each other."""
+    return 1.0 if ranks == 1 else 1 + BUSIEST_EXPERT / sqrt(experts / ranks)
+
+
+def count_arriving(shape: Moe, tokens: int, ranks: int) -> int:
+    """Rows that the busiest rank computes, where each has so many tokens."""
+    return ceil(tokens * shape.top_k * busiest_load(shape.experts, ranks))
 
 
 def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
@@ -50,7 +68,7 @@ def moe(ops: Operations, x: Slot, shape: Moe, hidden: int) -> Slot:
     scores = _route(ops, x, shape, hidden)
     ops.tape.called("mlp.gate", since)
     since = len(ops.tape.ops)
-    out = _experts(ops, x, scores, shape, hidden)
+    out = (_share_experts if ops.setting.expert_ranks > 1 else _experts)(ops, x, scores, shape, hidden)
     ops.tape.called("mlp.experts", since)
     if shared is None:
         return out
@@ -106,11 +124,36 @@ def _experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) ->
     down = _multiply_experts(ops, product, shape, (hidden, inner), setting.lora_rank, "down")
     width = FP32 if shape.scores_fp32 else setting.width
     wide = ops.size(rows * hidden, width)
-    weighted = tape.op((down, weights), wide, saves=(down, weights), backward_temp=2 * wide - down.size)
+    saves = (down, weights) if weights.grad else (weights,)
+    made = (2 if weights.grad else 1) * wide - down.size
+    weighted = tape.op((down, weights), wide, saves=saves, backward_temp=made)
     restored = tape.op((weighted,), wide, makes=(index,), access="parts")
-    summed = tape.op((restored,), ops.size(hidden, width))
+    summed = tape.op((restored,), ops.size(hidden, width), passes=rows == 1)
     out = ops.cast(summed, hidden, setting.width)
     tape.hold(x, scores, order, gathered, weights, down)
+    return out
+
+
+def _share_experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: int) -> Slot:
+    """Rows travel to the ranks that own their experts and back, and are weighted where they came from
+    (`train/experts.py`). To an owner they are tokens with one expert each, of weight one."""
+    tape, setting, rows = ops.tape, ops.setting, shape.top_k
+    index, wide = ops.size(rows, INT64), ops.size(rows * hidden, FP32 if shape.scores_fp32 else setting.width)
+    ranks = setting.expert_ranks
+    there = ops.of_rows(count_arriving(shape, setting.tokens, ranks))
+    order = tape.op((), index, forward_temp=index)
+    numbers = tape.op((), there.size(1, INT64))  # of the owner's experts
+    sent = tape.op((x,), ops.size(rows * hidden), makes=(index,), access="parts")
+    arrived = tape.op((sent,), there.size(hidden))
+    ones = tape.op((), there.size(1))
+    own = replace(shape, experts=shape.experts // ranks, top_k=1, scores_fp32=False)
+    made = _experts(there, arrived, ones, own, hidden)
+    back = tape.op((made,), ops.size(rows * hidden))
+    weights = tape.op((scores,), scores.size, saves=(order,))
+    weighted = tape.op((back, weights), wide, saves=(back, weights), backward_temp=2 * wide - back.size)
+    restored = tape.op((weighted,), wide, makes=(index,), access="parts")
+    out = ops.cast(tape.op((restored,), wide // rows), hidden, setting.width)
+    tape.hold(x, scores, order, numbers, weights, back)
     return out
 
 

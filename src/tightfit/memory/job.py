@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import Activations, activations, activations_at
+from tightfit.memory.layers import keeps_input, layer_input_bytes
 from tightfit.memory.operations import FP32
+from tightfit.memory.pipeline import PipelineGpu, Stage, lay_out
+from tightfit.memory.stages import Direction
 from tightfit.memory.weights import NF4_BLOCK, Weights
 from tightfit.types import Checkpointing, Gpu, Levers, ModelShape
 
@@ -30,6 +33,8 @@ class MemoryJob:
     built_whole: bool = False
     """A script built the model on the GPU as the library does by default, instead of laying every weight straight into
     its place, as our worker and every loader of checkpoints do."""
+    row: PipelineGpu | None = None  # the GPU's place in a pipeline, whose weights these are
+    stage: Stage | None = None  # the one of its stages whose turn it is, which the shape is
 
     @property
     def embedding_grad(self) -> int:
@@ -66,6 +71,47 @@ def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, *, 
         on_cpu=on_cpu,
         built_whole=built_whole,
     )
+
+
+def make_jobs(
+    shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, *, built_whole: bool = False
+) -> list[list[MemoryJob]]:
+    """Of each GPU that may be the fullest one for each of its stages; of a model in one piece there is but one."""
+    if levers.pipeline_parallel == 1:
+        return [[make_job(shape, levers, world, gpu, built_whole=built_whole)]]
+    jobs = []
+    for row in lay_out(shape, levers):
+        weights, own = weights_of.of(row.shape, row.levers(levers)), list[MemoryJob]()
+        for stage in row.stages:
+            job = make_job(stage.shape, replace(levers, frozen_layers=stage.frozen), world, gpu)
+            own.append(replace(job, weights=weights, row=row, stage=stage))
+        jobs.append(own)
+    return jobs
+
+
+def count_waiting_bytes(job: MemoryJob, way: Direction) -> int:
+    """What a pipeline holds beside the micro batch that passes through a stage: those that wait between their passes,
+    and one that has been received ahead from either side."""
+    if job.row is None or job.stage is None:
+        return 0
+    setting, fused = job.acts.setting, job.levers.loss == "fused"
+    total = 0
+    for stage, count in zip(job.row.stages, job.stage.waiting[way == "backward"], strict=True):
+        if count:
+            acts = activations_at(job.depth, stage.shape, setting, stage.frozen, fused)
+            kept = acts.kept + acts.shared + acts.head.saved_norm + acts.head.saved_logits
+            total += count * (kept + _count_received_bytes(stage.shape, job.depth, acts))
+    own = _count_received_bytes(job.shape, job.depth, job.acts)
+    return total + own + job.acts.stream * ((not job.shape.before) + job.shape.hands_on)
+
+
+def _count_received_bytes(shape: ModelShape, depth: Checkpointing, acts: Activations) -> int:
+    """The hidden states that a stage has received wait for their gradient, whether its lowest layer keeps them or
+    not: what it does not."""
+    block = shape.blocks[shape.pattern[0]]
+    if shape.before or depth.layers != 0 or keeps_input(block, shape.hidden_size, acts.setting):
+        return 0
+    return layer_input_bytes(block, shape.hidden_size, acts.setting)
 
 
 def at_depth(job: MemoryJob, depth: Checkpointing) -> MemoryJob:

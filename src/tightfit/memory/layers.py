@@ -12,6 +12,7 @@ from tightfit.memory.feedforward import adapts_experts, mlp, moe
 from tightfit.memory.mamba2 import mamba2
 from tightfit.memory.operations import FP32, Operations, Setting
 from tightfit.memory.selected import measure_parts
+from tightfit.memory.shared_layers import run_inside
 from tightfit.memory.ssm import mamba1
 from tightfit.memory.tape import LayerCost, Slot, Tape, measure
 from tightfit.types import Attention, Block, Mamba1, Mamba2, Mlp, Moe, Traced
@@ -71,6 +72,14 @@ def layer_tape(block: Block, hidden: int, setting: Setting, input_grad: bool) ->
         out = _branch(ops, _branch(ops, x, block, hidden, _mixer), block, hidden, _feedforward)
     ops.tape.hold(*ops.returned)
     return ops.tape, x, out
+
+
+def keeps_input(block: Block, hidden: int, setting: Setting) -> bool:
+    """Whether what a layer reads is among what it keeps where nothing of it recomputes."""
+    if isinstance(block.mixer, Traced):
+        return False
+    tape, x, _ = layer_tape(block, hidden, setting, True)
+    return setting.compiled or any(slot is x for op in tape.ops for slot in op.saves)
 
 
 def layer_input_bytes(block: Block, hidden: int, setting: Setting) -> int:
@@ -136,11 +145,19 @@ def _parallel(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
 
 
 def _mixer(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
-    out = MIXERS[type(block.mixer)](ops, x, block.mixer, hidden)
+    out = run_inside(ops, x, block, hidden, _mix)
     ops.tape.hold(x)
     return out
 
 
+def _mix(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
+    return MIXERS[type(block.mixer)](ops, x, block.mixer, hidden)
+
+
 def _feedforward(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
+    return run_inside(ops, x, block, hidden, _feed)
+
+
+def _feed(ops: Operations, x: Slot, block: Block, hidden: int) -> Slot:
     assert block.mlp is not None, "a layer of this arrangement has an MLP"
     return moe(ops, x, block.mlp, hidden) if isinstance(block.mlp, Moe) else mlp(ops, x, block.mlp, hidden)

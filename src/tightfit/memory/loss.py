@@ -69,8 +69,13 @@ class HeadCost(NamedTuple):
     eval_logits: int
 
 
+NO_HEAD = HeadCost(*[0] * len(HeadCost._fields))
+
+
 @lru_cache(maxsize=1024)
 def head_cost(shape: ModelShape, setting: Setting, fused: bool, trains_head: bool) -> HeadCost:
+    if shape.hands_on:
+        return NO_HEAD
     tokens, width, vocab, hidden = setting.tokens, setting.width, shape.vocab_size, shape.hidden_size
     norm, norm_forward, norm_backward, head_input = _final_norm(shape, setting)
     logits, logits32 = tokens * vocab * width, tokens * vocab * FP32

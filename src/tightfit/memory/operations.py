@@ -7,7 +7,7 @@ under saved-tensor hooks and compare. A method named after an operation takes sl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -74,6 +74,8 @@ class Setting:
     flash_capable: bool = True  # PyTorch's own flash kernel can run: 16-bit numbers, and on NVIDIA sm_80 or newer
     fused_capable: bool = True  # its memory-efficient kernel can run: not on every AMD card, nor with bf16 before sm_80
     parts: int = 1  # ranks that share each sequence: all but attention sees a part of its tokens
+    expert_ranks: int = 1  # ranks that share the experts of each layer
+    tensor: int = 1  # ranks that share each layer: all but attention and MLP sees a part of the tokens
 
     @property
     def tokens(self) -> int:
@@ -82,7 +84,7 @@ class Setting:
     @property
     def own_sequence(self) -> int:
         """Tokens of a sequence that are this rank's."""
-        return -(-self.sequence // self.parts)
+        return -(-self.sequence // (self.parts * self.tensor))
 
     def trains_head(self, *, tied: bool) -> bool:
         return self.trains_embedding if tied else self.trains_base
@@ -107,10 +109,17 @@ class Operations:
     """What a mixer hands back beside its output (eager attention's weights): the layer holds it to its end."""
     local: list[Slot] = field(default_factory=list)  # variables of the mixer that outlive their use
     adds_norms: bool = False  # what a norm puts out is added to something, so that its gradient is another's too
+    ranks: int = 1  # that have a part of each matrix
     _tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._tokens = self.setting.tokens
+
+    def of_rows(self, rows: int) -> Operations:
+        """The same tape for so many tokens, such as those that other ranks send."""
+        other = replace(self)
+        other._tokens = rows
+        return other
 
     def grad(self, numel: int) -> int:
         """Bytes of the gradient of so many of the layer's own weights."""
@@ -144,7 +153,18 @@ class Operations:
         facts: dict[str, Any] = {"product": True, "part": part_of(module)}
         y = self.tape.op((x,), size, saves=saves, weight_grad=grad, forward_temp=whole, backward_temp=whole, **facts)
         self.tape.called(module, since)
-        return self._adapter(module, (x, y), in_features, out_features) if setting.adapts(module) else y
+        if setting.adapts(module):
+            y = self._adapter(module, (x, y), in_features, out_features)
+        if self.ranks > 1 and part_of(module) in ("out", "down"):
+            y = self.send(y, y.size // self.ranks)
+            self.tape.hold(x)
+        return y
+
+    def send(self, x: Slot, size: int) -> Slot:
+        """A part of the tokens becomes all of them, or the sums of the ranks' terms for all tokens those for a part; on
+        the way back the other. Ranks come before rows in what is sent and what arrives."""
+        ordered = max(x.size, size) if self.setting.micro_batch > 1 else 0
+        return self.tape.op((x,), size, access="sent", forward_temp=ordered, backward_temp=ordered)
 
     def _adapter(self, module: str, base: tuple[Slot, Slot], in_features: int, out_features: int) -> Slot:
         """PEFT: result + lora_B(lora_A(dropout(x))) * scaling, in the adapter's precision."""

@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 from tightfit.memory.selection import Place
 
-Access = Literal["plain", "cast", "rows", "parts"]
+Access = Literal["plain", "cast", "rows", "parts", "sent"]
 """How an operation's kernels go through memory, which decides how fast: element by element, with another width, summing
-rows up, or over parts of rows that lie apart."""
+rows up, or over parts of rows that lie apart. `sent`: its inputs and outputs pass between ranks, its temporaries are
+put in order for it."""
 Part = Place | Literal["elementwise", "random"]
 """What computes: a product or a kernel of a part of the layer, elementwise work, or random numbers."""
 Turn = tuple[int, int, int]
@@ -98,6 +99,9 @@ class LayerCost:
     backward_kept: int = 0  # the same where its weight gradients stay until the step (unsharded, ZeRO-1)
     weight_grads: int = 0
     input_grad: int = 0
+    asking: int = 0
+    """Gradients of all tokens that are there when the backward pass first asks for what was kept, where ranks share the
+    layer; with that of its output."""
     small: int = 0  # of `saved`, in tensors below `SMALLEST_MOVED_BYTES`; known of compiled layers alone
     arrivals: tuple[tuple[int, int], ...] = ()
     """Each weight gradient in the order in which it arrives: its bytes, and what is held right then beside it."""
@@ -314,6 +318,7 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
     arrivals: list[tuple[int, int]] = []
     live = peak = peak_kept = so_far.saved + layer_output.size
     weight_grads = 0
+    asking: int | None = None if any([op.access == "sent" for op in ops]) else 0
     arrives_in: list[int] = []
     borders = [border for _, since, until in reversed(tape.calls) for border in (until, since)]
     passed: list[int] = []
@@ -330,6 +335,8 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
         arrived = [gradients.pop(id(slot)) for slot in op.outputs if id(slot) in gradients]
         if not arrived:
             continue
+        if op.saves and asking is None:
+            asking = live - so_far.saved
         fresh, arriving, copied, joined = _spread(op, arrived[0], gradients)
         live += fresh
         now = live + arriving + op.backward_temp + op.weight_grad - (fresh if op.overwrites else 0)
@@ -360,6 +367,7 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
         backward_kept=peak_kept,
         weight_grads=weight_grads,
         input_grad=final.size if final else 0,
+        asking=asking or 0,
         arrivals=tuple(arrivals),
         turns=(*so_far.turns[:2], turns),
         arrives_in=tuple(arrives_in),

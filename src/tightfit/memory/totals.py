@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from itertools import chain
 from typing import NamedTuple
 
-from tightfit.memory import host, overhead, zero3
+from tightfit.memory import engines, host, overhead, zero3
 from tightfit.memory.activations import Curve, curve_of
 from tightfit.memory.engines import ENGINES
-from tightfit.memory.job import at_depth, make_job
+from tightfit.memory.job import MemoryJob, at_depth, count_waiting_bytes, make_jobs
 from tightfit.types import Checkpointing, Footprint, Hardware, Levers, ModelShape
 
 
@@ -74,6 +75,20 @@ class Floor(NamedTuple):
         return at_loss, at_top
 
 
+class RowFloor(NamedTuple):
+    """The same of a pipeline: when a stage's forward pass is over, of whichever GPU holds most."""
+
+    jobs: list[MemoryJob]
+    after: int
+
+    def held(self, depth: Checkpointing) -> tuple[int, int]:
+        return max(self._count(at_depth(job, depth)) for job in self.jobs), 0
+
+    def _count(self, job: MemoryJob) -> int:
+        loss, acts = ENGINES[job.levers.engine].at_the_loss(job), job.acts
+        return sum(loss.values()) + acts.kept + acts.shared + count_waiting_bytes(job, "forward")
+
+
 class Steady(NamedTuple):
     """What is the same at every depth; and on the host, as long as nothing that layers keep waits there."""
 
@@ -89,20 +104,25 @@ class Scale:
     def __init__(self, shape: ModelShape, levers: Levers, hardware: Hardware) -> None:
         self.shape, self.levers, self.hardware = shape, levers, hardware
         self.engine = ENGINES[levers.engine]
-        self.job = make_job(shape, levers, hardware.world, hardware.gpu)
+        self.jobs = make_jobs(shape, levers, hardware.world, hardware.gpu)
+        self.job = self.jobs[0][0]
         self._steady: dict[Checkpointing | None, Steady] = {}
 
     def totals(self, depth: Checkpointing) -> Totals:
         """Those of `estimate`."""
-        passes = self.engine.passes(at_depth(self.job, depth))
-        steady = self.steady(depth)
-        peak = max([steady.step, *[sum(parts.values()) for parts in passes.values()]])
+        steady, peak = self.steady(depth), 0
+        for job in chain.from_iterable(self.jobs):
+            passes = engines.passes(at_depth(job, depth))
+            peak = max([peak, *[sum(parts.values()) for parts in passes.values()]])
+        peak = max(steady.step, peak)
         required = required_bytes(max(peak, steady.init), self.hardware, self.levers.groups)
         return Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme)
 
     @cached_property
-    def floor(self) -> Floor:
+    def floor(self) -> Floor | RowFloor:
         job, engine = self.job, self.engine
+        if job.row is not None:
+            return RowFloor(list(chain.from_iterable(self.jobs)), self.steady(Checkpointing()).step)
         loss, top = sum(engine.at_the_loss(job).values()), sum(engine.at_the_top(job).values())
         after = max(sum(engine.at_the_end(job).values()), sum(engine.step(job).values()))
         curves = partial(curve_of, self.shape, job.acts.setting, self.levers.frozen_layers)
@@ -114,12 +134,13 @@ class Scale:
     def steady(self, depth: Checkpointing) -> Steady:
         key = depth if depth.offload else None
         if key not in self._steady:
-            job, engine, hardware = at_depth(self.job, depth), self.engine, self.hardware
+            engine, hardware = self.engine, self.hardware
+            jobs = [at_depth(each[0], depth) for each in self.jobs]
             ranks = min(hardware.world, hardware.gpus_per_node)
             self._steady[key] = Steady(
-                init=sum(engine.initialise(job).values()),
-                step=sum(engine.step(job).values()),
-                host=max([sum(parts.values()) for parts in host.phases(job).values()]) * ranks,
-                nvme=host.nvme_bytes(job) * ranks if self.levers.stage == 3 else 0,
+                init=max(sum(engine.initialise(job).values()) for job in jobs),
+                step=max(sum(engines.step(job).values()) for job in jobs),
+                host=max(sum(parts.values()) for job in jobs for parts in host.phases(job).values()) * ranks,
+                nvme=host.nvme_bytes(self.job) * ranks if self.levers.stage == 3 else 0,
             )
         return self._steady[key]

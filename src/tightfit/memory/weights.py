@@ -81,7 +81,29 @@ def weights(
 
 
 def of(shape: ModelShape, levers: Levers) -> Weights:
+    """What an engine cuts up: a part of each, where ranks share layers."""
+    return _cut(of_whole_model(shape, levers), levers.tensor_parallel)
+
+
+def of_whole_model(shape: ModelShape, levers: Levers) -> Weights:
     return weights(shape, levers.method, effective_lora(levers), levers.precision, levers.frozen_layers, levers.trains)
+
+
+@lru_cache(maxsize=512)
+def _cut(whole: Weights, ranks: int) -> Weights:
+    """Nothing that is packed: no ranks share that."""
+    if ranks == 1:
+        return whole
+    trainable, frozen = (tuple([-(-numel // ranks) for numel in each]) for each in (whole.trainable, whole.frozen))
+    return replace(
+        whole,
+        trainable=trainable,
+        frozen=frozen,
+        trainable_numel=sum(trainable),
+        frozen_bytes=sum(frozen) * whole.width,
+        largest_trainable=max(trainable, default=0),
+        largest_frozen=max(frozen, default=0),
+    )
 
 
 def effective_lora(levers: Levers) -> Lora | None:

@@ -80,7 +80,7 @@ def _causes(
     """Seconds of a step by cause, the longest first."""
     again = levers.checkpointing.layers
     recomputing = shape.n_layers if again is None else again
-    rates = with_exchange(rates, hardware, levers.sequence_parallel, rehearsal=rehearsal)
+    rates = with_exchange(rates, hardware, levers, rehearsal=rehearsal)
     exchanged = exchange_s(shape, setting_of(levers, hardware.gpu, shape.model_type), rates.card)
     passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=recomputing)
     traffic = engines.traffic(shape, levers, hardware, rates, rehearsal=rehearsal)

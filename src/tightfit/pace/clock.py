@@ -47,7 +47,7 @@ class Clock:
     def __init__(self, shape: ModelShape, strategy: Levers, hardware: Hardware) -> None:
         self.shape, self.hardware = shape, hardware
         self.strategy = replace(strategy, checkpointing=Checkpointing(layers=0))
-        self.rates = with_exchange(rates_of(hardware, strategy.precision), hardware, strategy.sequence_parallel)
+        self.rates = with_exchange(rates_of(hardware, strategy.precision), hardware, strategy)
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
         self._traffic: dict[Buckets, Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}

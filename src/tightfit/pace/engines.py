@@ -5,7 +5,8 @@ buckets (`allreduce_and_scatter`: as much as an all-reduce), then every rank's u
 does that after each micro batch, ZeRO-1 and the unsharded engine before the step only. ZeRO-3 and FSDP2 gather
 each layer in the forward pass and again on the way back (a recomputation and its backward share one gather,
 since a layer is smaller than DeepSpeed's reuse distance), and scatter gradients after each micro batch; FSDP2
-does so in fp32. Collectives run beside the computation where the engine lets them: ZeRO-3 and FSDP2 by
+does so in fp32. Where ranks share experts, a rank gathers and scatters its own alone, among those that own them too.
+Collectives run beside the computation where the engine lets them: ZeRO-3 and FSDP2 by
 default, ZeRO-1/2 with `overlap_comm`. Torch alone (`train/engines/ddp.py`) adds the gradients of every further micro
 batch to those before it, in fp32 where there are fp32 copies of the weights, and sends them before the step: widened
 ones in one message, others as they are, one by one.
@@ -25,9 +26,10 @@ from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import activations
 from tightfit.memory.compressed import gradient_messages, levelled_bytes, weight_bytes
 from tightfit.memory.optimizers import state_bytes
+from tightfit.memory.shared_layers import Uncut, count_uncut
 from tightfit.pace import rates as constants
 from tightfit.pace.rates import Rates
-from tightfit.types import DDP, Hardware, Levers, ModelShape
+from tightfit.types import DDP, Hardware, Levers, ModelShape, Moe
 
 FP32 = 4
 STEP_BYTES = 44
@@ -196,22 +198,44 @@ def _count_tensors_to_gather(shape: ModelShape, threshold: int) -> int:
     return sum(1 for tensor in shape.tensors if tensor.numel > threshold)
 
 
+@lru_cache(maxsize=1024)
+def _count_experts(shape: ModelShape, first: int = 0) -> int:
+    """Elements of the experts of all layers, from the one with this number on."""
+    each = [sum([t.numel for t in block.tensors if t.name.startswith("mlp.experts.")]) for block in shape.blocks]
+    return sum([each[kind] for kind in shape.pattern[first:]])
+
+
 def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> Traffic:
     weights = weights_of.of(shape, levers)
     world, trained = hardware.world, weights.trainable_numel * weights.trainable_width
     sharded = levers.shards_parameters
     link = _Links(hardware, rates, rehearsal)
-    within = levers.shard_within or world
+    within, tensor = levers.shard_within or world, levers.tensor_parallel
     near = _Links(hardware, rates, rehearsal, within)
+    # Of ranks that share layers each is in a ring of its own with those that have the same part of them. What they use
+    # whole, all of them gather together.
+    alike = _Links(hardware, rates, rehearsal, within // tensor, rings=tensor)
+    owners = levers.expert_parallel
+    owning = _Links(hardware, rates, rehearsal, within // owners, rings=owners)
+    outside, trained_outside = _count_outside(shape, levers) if tensor > 1 else (0, 0)
     memory, launch = rates.card.memory, rates.launch
     # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
     # every group out for its collectives and back, where ZeRO copies gradients into buckets.
     gathers, copied, copied_back = 0, 0.0, 0.0 if levers.engine == DDP else 2 * trained / memory
     guards = 0.0
+    shared = _count_experts(shape) if owners > 1 else 0
+    shared_trained = _count_experts(shape, levers.frozen_layers) if owners > 1 and levers.trains_base else 0
+    foreign, foreign_trained = shared - shared // owners, shared_trained - shared_trained // owners
     gather_s = constants.GATHER_S + (constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0)
     if levers.is_fsdp2:
-        gathers, gather_s = shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
-        copied, copied_back = 2 * weights.bytes / memory, (2 * weights.bytes + 3 * trained) / memory
+        groups = 1 if tensor == 1 else 2  # of a layer: what ranks have of it, and what they use whole
+        gathers, gather_s = groups * shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
+        if shared:
+            gathers += sum([isinstance(shape.blocks[kind].mlp, Moe) for kind in shape.pattern])
+        laid_out = weights.bytes + (outside - outside // tensor - foreign) * weights.width
+        more = trained_outside - trained_outside // tensor - foreign_trained
+        reduced_bytes = trained + more * weights.trainable_width
+        copied, copied_back = 2 * laid_out / memory, (2 * laid_out + 3 * reduced_bytes) / memory
         if levers.compile == "layers":
             adapters = 0 if levers.method == "full" else len(weights.trainable)
             guards = launch * constants.SHARD_GUARD_S * (len(shape.tensors) + adapters)
@@ -246,22 +270,35 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     host, again = gathers * launch * gather_s, levers.checkpointing.layers
     waits = link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0
     is_beside = levers.compile == "layers"
-    gathered_back = near.ring(whole, within) + near.latency(gathers)
+
+    def ring(size: int, of_outside: int, of_experts: int) -> float:
+        """Of so much on each of the ranks that share layers, some of it a part of what is outside, some of it experts
+        that ranks share out, of which each has its own."""
+        cut = size - of_outside // tensor - of_experts
+        both = alike.ring(cut, within // tensor) + near.ring(of_outside, within)
+        return both + owning.ring(of_experts // owners, within // owners)
+
+    whole_outside, whole_experts = outside * weights.width, shared * weights.width
+    gathered_back = ring(whole, whole_outside, whole_experts) + near.latency(gathers)
     # hpZ's second copy of a weight that trains is old once that has been updated
     old = weights.trainable_numel * weights.trainable_width if levers.stage == 3 and within < world else 0
     old = min(old, whole)
-    gathered = near.ring(whole - old, within) + link.ring(old, world) + (link if old else near).latency(gathers)
-    reduced, ranks = (near, within) if levers.is_fsdp2 else (link, world)
-    reduced_s = (1 if sharded else 2) * (reduced.ring(gradients, ranks) + reduced.latency(messages))
+    gathered = ring(whole - old, whole_outside, whole_experts) + link.ring(old, world)
+    gathered += (link if old else near).latency(gathers)
+    if levers.is_fsdp2:
+        reduced = ring(gradients, trained_outside * FP32, shared_trained * FP32) + near.latency(messages)
+    else:
+        reduced = link.ring(gradients, world) + link.latency(messages)
+    reduced *= 1 if sharded else 2
     if levers.compress == "zeropp":
-        reduced_s = link.hop_twice(levelled_bytes(weights.trainable_numel)) + link.latency(2 * messages)
+        reduced = link.hop_twice(levelled_bytes(weights.trainable_numel)) + link.latency(2 * messages)
     elif levers.compress == "onebit":  # an exchange, and what all gather of it
-        reduced_s = link.exchange(gradients) + link.ring(gradients, world) + link.latency(2 * messages)
+        reduced = link.exchange(gradients) + link.ring(gradients, world) + link.latency(2 * messages)
     return Traffic(
         gathered=gathered,
         gathered_back=gathered_back,
-        reduced=reduced_s,
-        replicated=link.between(gradients, within, world, gathers) if levers.is_fsdp2 else 0.0,
+        reduced=reduced,
+        replicated=link.between(tensor * gradients, within, world, gathers) if levers.is_fsdp2 else 0.0,
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
         shares_host=reached(hardware).link_through_host and not link.is_alone,
@@ -279,17 +316,28 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     )
 
 
+def _count_outside(shape: ModelShape, levers: Levers) -> tuple[int, int]:
+    """Elements that ranks which share layers use whole, and those of them that train."""
+    before, after = (sum([tensor.numel for tensor in tensors]) for tensors in (shape.before, shape.after))
+    uncut = [count_uncut(block, weights_of.effective_lora(levers)) for block in shape.blocks]
+    base, adapters = (sum([getattr(uncut[kind], name) for kind in shape.pattern]) for name in Uncut._fields)
+    trained = adapters + (before if levers.trains_embedding else 0) + (after + base if levers.trains_base else 0)
+    return before + after + base + adapters, trained
+
+
 class _Links:
     """Bytes to seconds, between GPUs and to the host."""
 
-    def __init__(self, hardware: Hardware, rates: Rates, rehearsal: bool, ranks: int | None = None) -> None:
-        """`ranks`: that many neighbours exchange; None: all."""
+    def __init__(
+        self, hardware: Hardware, rates: Rates, rehearsal: bool, ranks: int | None = None, *, rings: int = 1
+    ) -> None:
+        """`ranks`: that many neighbours exchange; None: all. `rings`: in that many rings beside each other."""
         self.is_alone = rehearsal or hardware.world == 1 or ranks == 1
         self._ranks = 1 if rehearsal else hardware.gpus_per_node
         self._rates, self._nodes, self._is_spread = rates, hardware.nodes, hardware.nodes > 1
-        across = hardware.nodes > 1 and (ranks is None or ranks > hardware.gpus_per_node)
+        across = hardware.nodes > 1 and (ranks is None or ranks * rings > hardware.gpus_per_node)
         inside = rates.link if hardware.gpus_per_node > 1 or not across else rates.network
-        self._bandwidth = min(inside, rates.network) if across else inside
+        self._bandwidth = min(inside, rates.network / min(rings, hardware.gpus_per_node)) if across else inside
         self._latency = rates.network_latency_s if across else rates.link_latency_s
 
     def ring(self, size: int, world: int) -> float:

@@ -38,6 +38,9 @@ CLOCK_BY_POWER = 0.4
 """Power grows with clock and voltage, as the 2.5th power of the clock. Assumed: the usual figure near the limit."""
 GROUPED_SHARE = 0.6
 """Of that, reached by the grouped product of a mixture of experts. Measured on one model."""
+ROUTED_OPERATIONS = 4
+"""Operations that the host launches, one by one, while the GPU waits for them: where experts are shared out it has to
+know how many rows go where before it can go on. Read from the source, not measured."""
 PRODUCT_START_S = 4e-6
 """Start and tail of one product, in which the card is not full: what makes small products slow. Measured."""
 KERNEL_START_S = 1.5e-6
@@ -241,8 +244,10 @@ class Card(NamedTuple):
     kernel_start_s: float
     unpacking: float  # bytes/s of 16-bit weights written from 4-bit ones
     scan_back: float  # steps/s of our scan backward, where its kernels in CUDA would do if the card runs them
-    exchange: float = inf  # bytes/s of what ranks that share a sequence send each other around attention
+    exchange: float = inf  # bytes/s of what ranks that share sequences or layers send each other inside of a layer
     exchange_start_s: float = 0.0
+    travel: float = inf  # likewise of tokens on their way to the experts that other ranks own
+    travel_start_s: float = 0.0
 
 
 class Rates(NamedTuple):
@@ -290,15 +295,27 @@ class Knowledge(NamedTuple):
     known: Mapping[str, Known]
 
 
-def with_exchange(rates: Rates, hardware: Hardware, parts: int, *, rehearsal: bool = False) -> Rates:
-    """The same for ranks of which so many share a sequence."""
-    if parts == 1 or rehearsal:
+def with_exchange(rates: Rates, hardware: Hardware, levers: Levers, *, rehearsal: bool = False) -> Rates:
+    """The same for ranks of which some share sequences, layers or experts."""
+    ranks = levers.sequence_parallel * levers.tensor_parallel
+    if rehearsal or ranks == levers.expert_parallel == 1:
         return rates
-    across = parts > hardware.gpus_per_node
-    # what leaves a node passes its network, together with what its other GPUs send
-    speed = min(rates.link, rates.network / hardware.gpus_per_node) if across else rates.link
-    start = rates.network_latency_s if across else rates.link_latency_s
-    return rates._replace(card=rates.card._replace(exchange=speed, exchange_start_s=start))
+
+    def among(ranks: int, sharers: int) -> tuple[float, float]:
+        """Bytes/s, and seconds before the first. `sharers`: GPUs of a node that share its network."""
+        if ranks == 1:
+            return inf, 0.0
+        if hardware.nodes > 1 and hardware.gpus_per_node % ranks:
+            return min(rates.link, rates.network / sharers), rates.network_latency_s
+        return rates.link, rates.link_latency_s
+
+    # Of what is sent to each rank its own, for a sequence or for experts, most leaves a node through its network,
+    # together with what its other GPUs send; what is gathered and scattered for a layer passes it once, as in a ring.
+    every = hardware.gpus_per_node
+    speed, start = among(ranks, every if levers.sequence_parallel > 1 else 1)
+    travel, travel_start = among(levers.expert_parallel, every)
+    speeds = {"exchange": speed, "exchange_start_s": start, "travel": travel, "travel_start_s": travel_start}
+    return rates._replace(card=rates.card._replace(**speeds))
 
 
 def rates_of(hardware: Hardware, precision: Precision, *, rehearsal: bool = False) -> Rates:

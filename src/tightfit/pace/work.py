@@ -15,12 +15,15 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.memory import shared_layers
 from tightfit.memory.activations import setting_of
 from tightfit.memory.attention import computed_keys, exchanged_bytes, is_masked, kernel_of
+from tightfit.memory.feedforward import count_arriving
 from tightfit.memory.layers import has_parts, layer_tape
 from tightfit.memory.loss import chunk_tokens
 from tightfit.memory.operations import FP32, Setting
 from tightfit.memory.selection import place_of
+from tightfit.memory.shared_layers import cut_block, inside_of
 from tightfit.memory.ssm import CUDA_CHANNELS, CUDA_STATES
 from tightfit.memory.tape import Op, Slot, Tape
 from tightfit.memory.weights import is_linear
@@ -102,9 +105,10 @@ def _outline(block: Block, hidden: int, setting: Setting) -> _Outline:
 
 @lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> LayerTime:
-    products = _products(block, setting, card)
+    own, inside = cut_block(block, setting.tensor), inside_of(setting)
+    products = _products(own, inside, card)
     forward, back = sum([once for _, once, _ in products]), sum([once for _, _, once in products])
-    linears = [tensor for tensor in block.tensors if is_linear(tensor)]
+    linears = [tensor for tensor in own.tensors if is_linear(tensor)]
     if isinstance(block.mixer, Mamba1):
         modules = 5  # one fused call: of the mixer's own modules only the input projection is called
     else:
@@ -126,16 +130,17 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
         )
     tape, needed, moved = _outline(block, hidden, setting)
     real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
-    attention, attention_back = _attention(block, setting, card)
-    exchanged = _exchange(block, setting, card)
+    attention, attention_back = _attention(own, inside, card)
+    exchanged, travelled = _exchange(block, hidden, setting, card), _travel(block, hidden, setting, card)
+    waited = constants.ROUTED_OPERATIONS * constants.OPERATION_S if _shares_experts(block, setting) else 0.0
     scan, scan_back, scan_host = _scan(block, setting, card)
     packed = sum([tensor.numel for tensor in linears]) if setting.quantised else 0
     unpack_s = len(linears) * constants.PACKED_LINEAR_S if packed else 0.0
     time = LayerTime(
         products=forward + attention,
-        traffic=scan + exchanged,
+        traffic=scan + exchanged + travelled + waited,
         products_back=back + attention_back,
-        traffic_back=scan_back + exchanged,
+        traffic_back=scan_back + exchanged + travelled,
         unpacking=packed * setting.width / card.unpacking,
         host=unpack_s + scan_host,
         host_back=unpack_s + scan_host,
@@ -144,7 +149,9 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
     )
     again = _PartTimes(tape, needed, block, setting)
     again.add_products(products, card)
-    again.add("mixer", products=attention, others=exchanged)
+    again.add("mixer", products=attention, others=exchanged if setting.parts > 1 else 0.0)
+    again.add("elementwise", others=exchanged if setting.tensor > 1 else 0.0)
+    again.add("elementwise", others=travelled + waited)  # rows travel again, whatever is kept
     again.add_scan(scan, scan_host)
     if moved is not None:
         time = _compile_time(time, again, moved, card)
@@ -231,6 +238,8 @@ def _launch_code(kernels: int) -> float:
 
 def _forward_s(op: Op, card: Card) -> float:
     """Seconds of an operation that is no product. A temporary is written and read."""
+    if op.access == "sent":
+        return _order_s(op.forward_temp, card)
     read, written = sum([slot.size for slot in op.inputs]), sum([slot.size for slot in op.outputs])
     moved = read + written + sum([slot.size for slot in op.makes]) + 2 * op.forward_temp + op.again
     kernels = 5 if op.again else 3 if op.forward_temp else 1
@@ -252,6 +261,9 @@ def _backward_s(ops: list[Op], card: Card) -> float:
             continue
         if op.passes or op.product:
             continue
+        if op.access == "sent":
+            seconds += _order_s(op.backward_temp, card)
+            continue
         # One kernel for the gradient of each input and of the weight: it reads the output's, and what was kept.
         gradient = sum([slot.size for slot in op.outputs])
         times = len(wanted) + (1 if op.weight_grad else 0)
@@ -265,6 +277,11 @@ def _backward_s(ops: list[Op], card: Card) -> float:
     for slot, times in readers.items():
         seconds += (times - 1) * (3 * slot.size / card.memory + card.kernel_start_s)
     return seconds
+
+
+def _order_s(size: int, card: Card) -> float:
+    """Of what is sent, or has arrived, read and written in another order."""
+    return 2 * size / card.strided + card.kernel_start_s if size else 0.0
 
 
 def _speed(op: Op, card: Card, *, widens: bool) -> float:
@@ -291,9 +308,10 @@ def _products(block: Block, setting: Setting, card: Card) -> list[tuple[str, flo
         elif isinstance(block.mlp, Moe) and len(tensor.shape) == 3 and tensor.name.startswith("mlp."):
             # A grouped product. Every expert's weights are read, however few tokens it gets.
             _, out_features, in_features = tensor.shape
-            flops = 2 * setting.tokens * block.mlp.top_k * out_features * in_features
-            arithmetic = flops / card.products / constants.GROUPED_SHARE
-            once = max(arithmetic, tensor.numel * setting.width / card.memory) + card.product_start_s
+            rows = count_arriving(block.mlp, setting.tokens, setting.expert_ranks)
+            arithmetic = 2 * rows * out_features * in_features / card.products / constants.GROUPED_SHARE
+            read = tensor.numel // setting.expert_ranks * setting.width
+            once = max(arithmetic, read / card.memory) + card.product_start_s
             module = tensor.name.replace("experts.", "")  # as of an MLP that is no mixture
             found.append((module, once, base_back * once))
     return found
@@ -334,14 +352,35 @@ def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float
 
 
 def exchange_s(shape: ModelShape, setting: Setting, card: Card) -> float:
-    """Seconds of a pass that ranks which share sequences send each other. Nothing runs meanwhile."""
-    return sum([_exchange(shape.blocks[kind], setting, card) for kind in shape.pattern]) if setting.parts > 1 else 0.0
+    """Seconds of a pass in which ranks that share sequences, layers or experts send each other something. Nothing runs
+    meanwhile."""
+    hidden = shape.hidden_size
+    each = [_exchange(block, hidden, setting, card) + _travel(block, hidden, setting, card) for block in shape.blocks]
+    return sum([each[kind] for kind in shape.pattern])
 
 
-def _exchange(block: Block, setting: Setting, card: Card) -> float:
-    if setting.parts == 1 or not isinstance(block.mixer, Attention):
+def _exchange(block: Block, hidden: int, setting: Setting, card: Card) -> float:
+    seconds = 0.0
+    if setting.parts > 1 and isinstance(block.mixer, Attention):
+        seconds += exchanged_bytes(block.mixer, setting) / card.exchange + EXCHANGES * card.exchange_start_s
+    if setting.tensor > 1:
+        seconds += shared_layers.exchanged_bytes(hidden, setting) / card.exchange
+        seconds += shared_layers.ENDS * card.exchange_start_s
+    return seconds
+
+
+def _shares_experts(block: Block, setting: Setting) -> bool:
+    return setting.expert_ranks > 1 and isinstance(block.mlp, Moe)
+
+
+def _travel(block: Block, hidden: int, setting: Setting, card: Card) -> float:
+    """Rows to the owners of their experts and back, as the busiest of these gets and sends them."""
+    if not _shares_experts(block, setting):
         return 0.0
-    return exchanged_bytes(block.mixer, setting) / card.exchange + EXCHANGES * card.exchange_start_s
+    assert isinstance(block.mlp, Moe)
+    ranks = setting.expert_ranks
+    rows = count_arriving(block.mlp, setting.tokens, ranks) * (ranks - 1) / ranks
+    return 2 * (rows * hidden * setting.width / card.travel + card.travel_start_s)
 
 
 def _scan(block: Block, setting: Setting, card: Card) -> tuple[float, float, float]:

@@ -36,6 +36,7 @@ _CAUSES = [
     *("plan.cause-arithmetic", "plan.cause-memory-traffic", "plan.cause-recomputation"),
     *("plan.cause-dequantisation", "plan.cause-optimizer", "plan.cause-communication"),
     *("plan.cause-host-link", "plan.cause-host-optimizer", "plan.cause-launch-overhead"),
+    "plan.cause-pipeline-bubble",
 ]
 CAUSES: dict[Cause, Message] = dict(zip(get_args(Cause), map(Message, _CAUSES), strict=True))
 _RATES = [

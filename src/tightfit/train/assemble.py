@@ -11,7 +11,7 @@ is the same model on each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -32,8 +32,9 @@ from tightfit.train.loss import try_kernels
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute, say_whole
 from tightfit.train.scratch import Scratch
-from tightfit.train.shards import outline
+from tightfit.train.shards import Columns, outline
 from tightfit.train.sources import open_weights
+from tightfit.train.stages import Stages, cut
 from tightfit.types import DDP, ConfigError
 
 PIECE_ELEMENTS = 1 << 24
@@ -48,6 +49,8 @@ class Assembled:
     engine: Engine
     hf_config: Any
     twin: Any  # the same model without adapters on the meta device: names and shapes for saving
+    whole: Any  # the same model with its adapters, of which this rank may have some layers alone
+    buffers: Mapping[str, torch.dtype]  # of the whole model, as their authors chose
     recomputed: int  # layers that run once more in the backward pass
     within: int  # and those that do so inside their compiled code
     compiler: Compiler | None  # None: layers run as they are written
@@ -119,6 +122,11 @@ def assemble(
         if source is not None:
             fill_buffers(model, source)
         build.freeze(model, levers)
+        stages, buffers = None, {name: buffer.dtype for name, buffer in model.named_buffers()}
+        if config.stages:
+            gpu = place.rank // levers.stage_ranks(place.world)
+            stages = Stages(config.stages, gpu, levers.pipeline_parallel)
+            cut(model, stages)
         if method == "qlora":
             build.quantise(
                 model, lambda name, shape: read(name, shape, 0, prod(shape)).view(shape), place.device, working
@@ -146,16 +154,29 @@ def assemble(
         engine: Engine
         if levers.is_fsdp2:
             from tightfit.train.engines.fsdp2 import Fsdp2, shard
+            from tightfit.train.engines.pipeline import Pipeline
+            from tightfit.train.experts import own_experts
+            from tightfit.train.mesh import make_expert_mesh, make_mesh
 
+            mesh, expert_mesh = make_mesh(levers, place), None
+            if levers.expert_parallel > 1:
+                expert_mesh = make_expert_mesh(levers, place)
+                own_experts(model, expert_mesh, is_rehearsal=place.rehearsal)
             if method != "qlora":  # packed weights cannot be cut before they are packed
-                shard(model, levers, place)
+                shard(model, levers, mesh, place, expert_mesh)
             rests_on_host = method != "qlora" and levers.offload_param != "none"
             materialise(model, torch.device("cpu") if rests_on_host else place.device)
             fill(model, read, working, place.rank, progress)
             if method == "qlora":
-                shard(model, levers, place)
+                shard(model, levers, mesh, place, expert_mesh)
             _move_buffers(model, place.device)
-            engine = Fsdp2(model, levers, place, config.training)
+            if stages is None:
+                engine = Fsdp2(model, levers, place, config.training)
+            else:
+                if levers.lora is None:  # or adapters alone train
+                    build.freeze(drawn, levers)
+                trained = {name: tuple(each.shape) for name, each in drawn.named_parameters() if each.requires_grad}
+                engine = Pipeline(model, levers, place, config.training, mesh, stages, trained)
         else:
             materialise(model, place.device)
             fill(model, read, working, place.rank, progress)
@@ -177,6 +198,8 @@ def assemble(
         engine=engine,
         hf_config=hf,
         twin=twin,
+        whole=drawn,
+        buffers=buffers,
         recomputed=recomputed,
         within=within,
         compiler=compiler,
@@ -200,8 +223,19 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 Reader = Callable[[str, tuple[int, ...], int, int], Tensor]  # name and shape of a parameter, and which of its elements
 
 
-def read_into(target: Tensor, read: Reader, name: str, shape: tuple[int, ...], start: int) -> None:
+def read_into(
+    target: Tensor, read: Reader, name: str, shape: tuple[int, ...], start: int, columns: Columns | None = None
+) -> None:
     """In pieces, so that the host never holds more than one."""
+    if columns is not None:
+        first, every = start // columns.width, prod(shape[1:])
+        rows = target.view(target.numel() // columns.width, columns.width)
+        step = max(1, PIECE_ELEMENTS // every)
+        for begin in range(0, len(rows), step):
+            end = min(begin + step, len(rows))
+            whole = read(name, shape, (first + begin) * every, (first + end) * every).view(-1, every)
+            rows[begin:end].copy_(whole[:, columns.low : columns.high])
+        return
     for begin in range(0, target.numel(), PIECE_ELEMENTS):
         end = min(begin + PIECE_ELEMENTS, target.numel())
         target[begin:end].copy_(read(name, shape, start + begin, start + end))
@@ -214,7 +248,9 @@ def fill(model: nn.Module, read: Reader, dtype: torch.dtype, rank: int, progress
     with torch.no_grad():
         for shard in waiting:
             with shard.access(write=True) as target:
-                read_into(target, lambda *where: read(*where).to(dtype), shard.name, shard.shape, shard.start)
+                read_into(
+                    target, lambda *where: read(*where).to(dtype), shard.name, shard.shape, shard.start, shard.columns
+                )
             done += shard.size
             progress(done, total)
 

@@ -149,10 +149,23 @@ def body_of(model: Any) -> Any:
 
 def layers_of(model: Any) -> list[nn.Module]:
     """The decoder's layers, bottom to top."""
+    return list(find_layers(model))
+
+
+def number_layers(model: Any) -> list[tuple[int, nn.Module]]:
+    """The same, each with its number from the bottom of the model, or of its stage of a pipeline."""
+    found: Any = find_layers(model)
+    return list(zip(found.depths if hasattr(found, DEPTHS) else range(len(found)), found, strict=True))
+
+
+DEPTHS = "depths"  # what the list of a model has of which a pipeline took some layers
+
+
+def find_layers(model: Any) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ModelError(Message("train.no-layers", model=type(model).__name__))
-    return max((list(each) for each in lists), key=len)
+    return max(lists, key=lambda each: (hasattr(each, DEPTHS), len(each)))
 
 
 def replace_meta(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:

@@ -33,7 +33,7 @@ from tightfit.runs.checkpoints import MANIFEST, OPTIMIZER, STATE, Keeping, Manif
 from tightfit.train.assemble import Assembled
 from tightfit.train.build import DTYPES
 from tightfit.train.config import WorkerConfig
-from tightfit.train.engines import MASTER, Engine
+from tightfit.train.engines import MASTER, Engine, State
 from tightfit.train.events import Events
 from tightfit.train.place import Place, side_meeting, totals
 from tightfit.train.saved_model import (
@@ -48,7 +48,7 @@ from tightfit.train.saved_model import (
     adapter_files,
     model_files,
 )
-from tightfit.train.shards import Shard, outline, plain_name, shards
+from tightfit.train.shards import Shard, plain_name, shards
 from tightfit.train.sources import adapter_name, name_parts, names_of, rename_pieces
 
 SLACK_BYTES = 64 * 2**20  # for config, tokenizer, manifest, and what a file system needs for itself
@@ -244,35 +244,41 @@ def model_set(made: Assembled, config: WorkerConfig, tokenizer: Any, place: Plac
     if config.levers.lora is not None:
         base = config.model.weights or config.model.name
         metadata = {"format": "pt"} | ({"base_quantised": "nf4"} if config.levers.method == "qlora" else {})
-        beside = adapter_files(model.peft_config["default"], base, tokenizer=tokenizer)
-        adapters = [shard for shard in outline(model, place.rank) if ".lora_" in shard.path]
+        beside = adapter_files(made.whole.peft_config["default"], base, tokenizer=tokenizer)
+        adapters = made.engine.trained().items()
         return TensorSet(
-            names={adapter_name(shard.path): (shard.shape, torch.float32) for shard in adapters},
-            pieces=lambda: (
-                TensorPiece(adapter_name(shard.path), shard.shape, shard.start, shard.tensor)
-                for shard in own()
-                if ".lora_" in shard.path
-            ),
+            names={adapter_name(path): (shape, torch.float32) for path, shape in adapters},
+            pieces=lambda: (piece_of(adapter_name(shard.path), shard) for shard in own() if ".lora_" in shard.path),
             style=replace(ADAPTER, beside=beside, metadata=metadata),
         )
     dtype = DTYPES[config.levers.precision]
     parts = name_parts(made.twin)
-    kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}  # as their authors chose
+    kinds = dict(made.buffers)
+    leads = place.rank % config.levers.stage_ranks(place.world) == 0
     for name, param in made.twin.named_parameters(remove_duplicate=False):
         kinds[name] = dtype if param.dtype.is_floating_point else param.dtype
 
     def pieces() -> Iterator[TensorPiece]:
-        kept = set(made.twin.state_dict()) if place.leads else set()  # buffers are the same on every rank
+        # Buffers are the same on every rank that has them.
+        kept = set(made.twin.state_dict()) if leads else set()
         buffers = (
             TensorPiece(name, tuple(buffer.shape), 0, buffer.detach().reshape(-1))
             for name, buffer in model.named_buffers()
             if name in kept
         )
-        mine = (TensorPiece(shard.name, shard.shape, shard.start, shard.tensor) for shard in own())
+        mine = (piece_of(shard.name, shard) for shard in own())
         return rename_pieces(chain(buffers, mine), parts)
 
     beside = model_files(made.hf_config, type(made.twin).__name__, dtype, tokenizer=tokenizer)
     return TensorSet(names=names_of(parts, kinds.__getitem__), pieces=pieces, style=FileStyle(beside=beside))
+
+
+def piece_of(name: str, held: Shard | State) -> TensorPiece:
+    """What this rank writes of a part: all of it, or if it has some columns alone, a share of these rows whole."""
+    start, tensor = held.start, held.tensor
+    if held.columns is not None:
+        start, tensor = held.columns.join(tensor, start)
+    return TensorPiece(name, held.shape, start, tensor)
 
 
 def state_name(path: str) -> str:
@@ -290,8 +296,7 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
-        trained = (shard for shard in outline(engine.model, place.rank) if shard.parameter.requires_grad)
-        shapes = {MASTER: {shard.path: shard.shape for shard in trained}, **shapes}
+        shapes = {MASTER: engine.trained(), **shapes}
     names: Names = {
         f"{kind}/{state_name(path)}": (shape, torch.float32)
         for kind, held in shapes.items()
@@ -307,11 +312,11 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
         if masters and not apart:
             for shard in shards(engine.model, place.rank):
                 if shard.parameter.requires_grad and not shard.is_copy:
-                    yield TensorPiece(f"{MASTER}/{state_name(shard.path)}", shard.shape, shard.start, shard.tensor)
+                    yield piece_of(f"{MASTER}/{state_name(shard.path)}", shard)
         for number, state in enumerate(engine.states(write=False)):
             mine = number % place.world == place.rank if state.alike else not state.is_copy
             if mine and (masters or state.kind != MASTER):
-                yield TensorPiece(f"{state.kind}/{state_name(state.path)}", state.shape, state.start, state.tensor)
+                yield piece_of(f"{state.kind}/{state_name(state.path)}", state)
         for name, tensor in own.items():
             yield TensorPiece(f"{OWN}/{name}", shaped[name], place.rank * tensor.numel(), tensor)
 

@@ -45,7 +45,7 @@ from tightfit.messages import Message, Said, say_why
 from tightfit.runs.disk import room
 from tightfit.runs.folder import COMPILED
 from tightfit.runs.hang import START_S
-from tightfit.train.build import layers_of
+from tightfit.train.build import number_layers
 from tightfit.train.data.samples import MULTIPLE
 from tightfit.train.events import Events
 from tightfit.train.place import Place
@@ -118,8 +118,9 @@ class Compiler:
             logging.getLogger(name).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         store = HostStore(device, self.warn) if how.offload else None
-        within, layers, kinds = 0, layers_of(model), self._kinds
-        for index, layer in enumerate(layers):
+        within, layers, kinds = 0, number_layers(model), self._kinds
+        layer: Any
+        for index, layer in layers:
             contexts = inside(layer, index, how)
             is_chosen = how.layers is None or index < how.layers  # the others recompute elementwise work at most
             within += is_chosen and contexts is not None

@@ -92,6 +92,8 @@ class WorkerConfig:
     logging_steps: int | None  # steps between two lines of the log; None: time decides
     timeout_s: int | None
     predicted: Prediction
+    stages: tuple[range, ...]  # the layers of each stage of a pipeline; none: there is no pipeline
+    rehearsed_gpu: int  # of a pipeline's row, the one that a rehearsal stands for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +129,7 @@ def read_worker_config(path: Path) -> WorkerConfig:
                 deepspeed = read_json(file)
             except (OSError, ValueError) as error:
                 raise ConfigError(Message("train.plan-unreadable", path=file, why=error)) from None
+        pipeline = tree.get("pipeline") or {"stages": [], "fullest_gpu": 0}
         return WorkerConfig(
             model=_pick(ModelSource, tree["model"]),
             levers=levers_as_written(tree),
@@ -143,6 +146,8 @@ def read_worker_config(path: Path) -> WorkerConfig:
             logging_steps=tree.get("logging_steps"),
             timeout_s=tree["timeout_s"],
             predicted=_pick(Prediction, expected),
+            stages=tuple(range(start, stop) for start, stop in pipeline["stages"]),
+            rehearsed_gpu=pipeline["fullest_gpu"],
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(Message("train.worker-json-lacks", path=path, key=error)) from None

@@ -7,6 +7,7 @@ decide who computes which of them, so another number of GPUs or another micro ba
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from tightfit.train.data.samples import IGNORED, Samples, batch, flatten
 from tightfit.train.engines import Diverged, Engine, ScaleExhausted, Stepped
 from tightfit.train.events import Events
 from tightfit.train.optimizers import learning_rate
-from tightfit.train.place import Place, gather_messages, read_memory, totals
+from tightfit.train.place import Place, gather_messages, read_memory, totals, words
 from tightfit.train.stop import Stop
 from tightfit.types import Levers, TightfitError
 
@@ -69,9 +70,9 @@ class Windows:
         # The kernel that runs, not the one that was asked for: sdpa would pay for a long row with the square of it.
         self._one_row = attention_of(levers, place.on_gpu)[0] == "flash"
         self._compiler = compiler
-        # Ranks that share sequences are neighbours, and read the same samples.
+        # Ranks that share sequences or layers are neighbours, and read the same samples; so do ranks with other layers.
         self.readers = levers.data_ranks(place.world)
-        self.number = place.rank // levers.sequence_parallel  # of this one among them
+        self.number = place.rank % levers.stage_ranks(place.world) // levers.row_parts  # of this one among them
 
     def window(self, step: int) -> Window:
         if self._ahead is not None and self._ahead[0] == step:
@@ -113,7 +114,7 @@ class Windows:
         is_compiled = self._compiler is not None and self._compiler.is_at_work
         longest = int(self.samples.lengths[indices].max()) if is_compiled else 0
         width = fix_width(longest, self.samples.sequence) if longest else None
-        made = batch(self.samples, indices, self._pad, pad_to=width, parts=self._levers.sequence_parallel)
+        made = batch(self.samples, indices, self._pad, pad_to=width, parts=self._levers.row_parts)
         if unheard is not None:
             made.labels[torch.as_tensor(unheard)] = IGNORED
         if made.position_ids is not None and self._one_row:
@@ -166,7 +167,8 @@ class Loop:
 
     def run(self, first: int = 0) -> Ending:
         """Steps `first` to the last one."""
-        overflow = OverflowWatch(self.engine.model, self.events)
+        gather = None if self.engine.runs_in_step else partial(words, self.place)
+        overflow = OverflowWatch(self.engine.model, self.events, gather)
         recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         if first:
             self._evaluate(first - 1)  # which came after the checkpoint, and may not have been done
@@ -194,7 +196,8 @@ class Loop:
             heartbeat.at("vote", step + 1)
             votes = self._agree(share)
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
-            loss = votes.loss / (1 if self.place.rehearsal else self.place.world)
+            ranks = self.config.levers.stage_ranks(self.place.world)  # of other stages the shares are zero
+            loss = votes.loss / (1 if self.place.rehearsal else ranks)
             seconds = time.monotonic() - began
             self.made += 1
             if not votes.compiled_s:  # or it says nothing about the steps to come
@@ -273,17 +276,15 @@ class Loop:
         return ending
 
     def _accumulate(self, step: int, window: Window) -> torch.Tensor:
-        """This rank's share of the window's loss. Nothing of a micro batch outlives it."""
-        added = torch.zeros((), dtype=torch.float32, device=self.place.device)
-        last, heartbeat = len(window.micro_batches) - 1, self.events.heartbeat
-        for number, inputs in enumerate(self.windows.inputs(window)):
-            heartbeat.at("forward", step + 1, number, self.engine.model)
-            loss = self.engine.forward(inputs, window.divisor)
-            heartbeat.at("backward", step + 1, number)
-            self.engine.backward(loss, last=number == last)
-            added += loss.detach()
-            del loss, inputs  # what the graph still holds would be there beside the next micro batch's
-        return added
+        """This rank's share of the window's loss."""
+        heartbeat, model = self.events.heartbeat, self.engine.model
+
+        def watch(what: Literal["forward", "backward", "done"], number: int) -> None:
+            if what != "done":
+                heartbeat.at(what, step + 1, number, model if what == "forward" else None)
+
+        inputs, count = self.windows.inputs(window), len(window.micro_batches)
+        return self.engine.accumulate(inputs, count, window.divisor, watch)
 
     def _check(self, step: int, loss: float, stepped: Stepped, window: Window) -> None:
         """A loss that is no number will not become one again; under fp16 an overflow of the loss is only skipped."""
@@ -299,27 +300,30 @@ class Loop:
         raise Diverged(Message("train.diverged", what=what, ids=_name(window)))
 
     def _evaluate(self, step: int) -> None:
-        """The mean loss of a token of what was held back. No logits outlive their micro batch. Every rank makes the
-        same number of passes, for sharded weights are gathered by all."""
+        """The mean loss of a token of what was held back. Every rank makes the same number of passes, for sharded
+        weights are gathered by all."""
         every = self.config.evaluation.every_steps
         is_due = step + 1 == self.steps or (every is not None and (step + 1) % every == 0)
         if self.held is None or not is_due:
             return
         samples = self.held.samples
-        micro, world, held = self.config.levers.micro_batch, self.place.world, self.held
-        added = torch.zeros((), dtype=torch.float64, device=self.place.device)
+        micro, held = self.config.levers.micro_batch, self.held
+        begins = range(0, len(samples), micro * held.readers)
+
+        def inputs() -> Iterator[dict[str, Tensor]]:
+            for begin in begins:
+                indices = np.arange(micro) + begin + held.number * micro
+                yield held.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
+
         self.events.heartbeat.at("eval", step + 1)
         began = time.monotonic()
         self.engine.train(False)
         with torch.no_grad():
-            for begin in range(0, len(samples), micro * held.readers):
-                indices = np.arange(micro) + begin + held.number * micro
-                inputs = held.tensors(np.minimum(indices, len(samples) - 1), unheard=indices >= len(samples))
-                # A share of a window of one token: the sum of the micro batch's losses, times the ranks.
-                added += self.engine.forward(inputs, 1.0).double() / world
+            added = self.engine.evaluate(inputs(), len(begins))
         self.engine.train(True)
         self._take_compile_s()  # which belongs to no step
-        loss = totals(self.place, float(added))[0] / max(1, int(samples.loss_tokens.sum()))
+        ranks, tokens = self.config.levers.stage_ranks(self.place.world), max(1, int(samples.loss_tokens.sum()))
+        loss = totals(self.place, float(added) / ranks)[0] / tokens
         self.events.write(
             "eval",
             step=step + 1,
@@ -335,10 +339,11 @@ class OverflowWatch:
     finds its level. A streak is trouble, and its cause is a layer: so after an overflow the next window is watched,
     layer by layer, and the first one whose output or whose gradient is not finite is named."""
 
-    def __init__(self, model: nn.Module, events: Events) -> None:
+    def __init__(self, model: nn.Module, events: Events, gather: Callable[[str], list[str]] | None = None) -> None:
+        """`gather`: hands out what every rank says, low layers first; None: every rank has all layers."""
         names = {module: name for name, module in model.named_modules()}
         self._layers = [(names[layer], layer) for layer in layers_of(model)]
-        self._events = events
+        self._events, self._gather = events, gather
         self._hooks: list[Any] = []
         self._seen: dict[str, str] = {}  # forward, backward → the layer that began
         self.streak = 0
@@ -346,14 +351,19 @@ class OverflowWatch:
     def after_step(self, step: int, skipped: bool, loss_scale: float | None) -> None:
         self.streak = self.streak + 1 if skipped else 0
         if self.streak >= TELL_AFTER:
+            if self._gather is not None:  # a forward pass begins at the bottom, and a backward pass at the top
+                told = [json.loads(each) for each in self._gather(json.dumps(self._seen))]
+                orders = {"forward": told[::-1], "backward": told}
+                self._seen = {where: each[where] for where, ranks in orders.items() for each in ranks if where in each}
             where = next((each for each in ("forward", "backward") if each in self._seen), None)
-            told = {
-                "streak": self.streak,
-                "loss_scale": loss_scale,
-                "layer": self._seen.get(where or ""),
-                "where": where,
-            }
-            self._events.write("overflow", step=step, **told)
+            self._events.write(
+                "overflow",
+                step=step,
+                streak=self.streak,
+                loss_scale=loss_scale,
+                layer=self._seen.get(where or ""),
+                where=where,
+            )
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

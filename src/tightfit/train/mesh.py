@@ -12,6 +12,10 @@ from tightfit.train.place import Place
 from tightfit.types import Levers
 
 STAGES, COPIES, SHARDS, TENSOR = "stages", "copies", "shards", "tensor"
+EXPERTS, OWNERS = "experts", "owners"
+"""Of ranks that share a copy: neighbours that have other experts each, and those that own the same ones."""
+ALL = "shards and tensor"
+"""Ranks that together have all of a copy, where some of them share layers."""
 
 
 def make_mesh(levers: Levers, place: Place) -> DeviceMesh:
@@ -20,3 +24,25 @@ def make_mesh(levers: Levers, place: Place) -> DeviceMesh:
     sizes = {STAGES: stages, COPIES: place.world // (stages * shards * tensor), SHARDS: shards, TENSOR: tensor}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == SHARDS}
     return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def make_expert_mesh(levers: Levers, place: Place) -> DeviceMesh:
+    """The ranks as experts see them."""
+    experts, shards = levers.expert_parallel, levers.shards(place.world)
+    sizes = place.world // shards, shards // experts, experts
+    return init_device_mesh(place.device.type, sizes, mesh_dim_names=(COPIES, OWNERS, EXPERTS))
+
+
+def make_mesh_of_all(levers: Levers, place: Place) -> DeviceMesh:
+    """The same ranks for what is not cut within layers: all of a copy share it."""
+    stages, whole = levers.pipeline_parallel, levers.shards(place.world) * levers.tensor_parallel
+    sizes = {STAGES: stages, COPIES: place.world // (stages * whole), ALL: whole}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == ALL}
+    return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def share_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Of the ranks with the same layers: those that share a copy of them, and the groups with a copy each."""
+    names = mesh.mesh_dim_names or ()
+    kept = tuple(name for name in names if name in (COPIES, SHARDS, ALL))
+    return mesh if kept == names else mesh[kept]

@@ -85,7 +85,7 @@ class LocalParts(torch.optim.Optimizer):
     def __init__(self, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]) -> None:
         super().__init__(groups, {"lr": 0.0})
         params: list[Tensor] = [param for group in self.param_groups for param in group["params"]]
-        self.locals = {param: nn.Parameter(_part(param)) for param in params}
+        self.locals = {param: nn.Parameter(part_of(param)) for param in params}
         self.inner = make([group | {"params": [self.locals[p] for p in group["params"]]} for group in groups])
         for param, local in self.locals.items():
             self.state[param] = self.inner.state[local]
@@ -96,9 +96,9 @@ class LocalParts(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs["lr"] = ours["lr"]
         for param, local in self.locals.items():
-            if local.data_ptr() != (part := _part(param)).data_ptr():
+            if local.data_ptr() != (part := part_of(param)).data_ptr():
                 local.data = part  # the first forward pass pads and pins shards, which moves them
-            local.grad = None if param.grad is None or local.numel() == 0 else _part(param.grad)
+            local.grad = None if param.grad is None or local.numel() == 0 else part_of(param.grad)
         try:
             self.inner.step()
         finally:
@@ -107,7 +107,7 @@ class LocalParts(torch.optim.Optimizer):
 
     def grads(self) -> list[Tensor]:
         """This rank's parts of all gradients."""
-        return [_part(param.grad) for param in self.locals if param.grad is not None]
+        return [part_of(param.grad) for param in self.locals if param.grad is not None]
 
 
 def step_unless(optimizer: Any, spoilt: Tensor) -> None:
@@ -122,11 +122,13 @@ def step_unless(optimizer: Any, spoilt: Tensor) -> None:
 
 
 @torch.no_grad()
-def clip(grads: list[Tensor], most: float, reduce: Callable[[Tensor], Any] | None) -> Tensor:
+def clip(grads: list[Tensor], most: float, reduce: Callable[[Tensor], Any] | None, copies: int = 0) -> Tensor:
     """Scale the gradients so that their norm is `most` at most; 0: leave them. The norm of all of them, as it was.
-    `reduce` adds up the ranks' numbers in place; None: there is one rank."""
+    `reduce` adds up the ranks' numbers in place; None: there is one rank. `copies`: how many, of the last ones, another
+    rank counts."""
     # `nn.utils.get_total_norm` does the same, and is younger than some releases of torch that are met.
-    norm = torch.stack(torch._foreach_norm(grads)).float().norm() if grads else torch.zeros(())
+    counted = grads[: len(grads) - copies]
+    norm = torch.stack(torch._foreach_norm(counted)).float().norm() if counted else torch.zeros(())
     if reduce is not None:
         reduce(norm.square_())
         norm.sqrt_()
@@ -135,7 +137,7 @@ def clip(grads: list[Tensor], most: float, reduce: Callable[[Tensor], Any] | Non
     return norm
 
 
-def _part(tensor: Tensor) -> Tensor:
+def part_of(tensor: Tensor | None) -> Tensor:
     """This rank's part, sharing its memory."""
     assert isinstance(tensor, DTensor)
     part: Tensor = tensor._local_tensor  # which `to_local` hands out through autograd

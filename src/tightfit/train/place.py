@@ -24,7 +24,9 @@ from tightfit.types import ConfigError, HardwareError
 
 GROUP_TIMEOUT = timedelta(minutes=30)  # for a collective: one that takes longer hangs
 WRITING = timedelta(hours=6)  # for the rank whose disk is slowest, when a checkpoint is written
-EXCHANGE = "all_to_all_single"
+EXCHANGE, RECEIVE = "all_to_all_single", "irecv"
+RECEIVED_STD = 1e-2
+"""Of what a rehearsed rank of a pipeline receives: hidden states, and gradients, which fp16 may not overflow."""
 PATIENCE = timedelta(days=2)  # for the rank that downloads weights and tokenises data
 
 
@@ -40,7 +42,7 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        return self.rank == 0
+        return self.rank == 0 or self.rehearsal
 
     @property
     def is_alone(self) -> bool:
@@ -62,7 +64,8 @@ def place_of(environment: Mapping[str, str], config: WorkerConfig, options: Opti
     ranks = config.world.ranks
     if options.rehearse:
         device = _device(0, config, environment)
-        return Place(rank=0, local_rank=0, world=ranks, device=device, launcher="rehearsal", rehearsal=True)
+        rank = config.rehearsed_gpu * config.levers.stage_ranks(ranks)
+        return Place(rank=rank, local_rank=0, world=ranks, device=device, launcher="rehearsal", rehearsal=True)
     # Torchrun's names, or SLURM's under `srun`.
     rank, local, world, launcher = 0, 0, 1, "python"
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -142,6 +145,8 @@ def join_alone(rank: int, world: int) -> None:
                 setattr(module, name, fill_own_share(getattr(module, name)))
     for module in (dist, dist.distributed_c10d):
         setattr(module, EXCHANGE, keep_own(getattr(module, EXCHANGE)))
+    for module in (dist, dist.distributed_c10d):
+        setattr(module, RECEIVE, receive_something(getattr(module, RECEIVE)))
     for name in ("all_gather_into_tensor", "all_gather_single"):
         for module in (dist, dist.distributed_c10d):
             if hasattr(module, name):
@@ -171,13 +176,28 @@ def gather_at_once(gather: Callable[..., Any]) -> Callable[..., Any]:
     return gather_and_fill
 
 
+def receive_something(receive: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, whose first argument is filled with numbers of a size that a model computes with."""
+
+    def receive_and_fill(output: torch.Tensor, *words: Any, **named: Any) -> Any:
+        done = receive(output, *words, **named)
+        with torch.no_grad():
+            output.normal_(std=RECEIVED_STD)
+        return done
+
+    return receive_and_fill
+
+
 def keep_own(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose first argument is filled with the second, as if every rank had sent the same."""
+    """The same function, whose first argument is filled with the second, as if every rank had sent the same; again and
+    again where more arrives than is sent."""
 
     def exchange_and_fill(output: torch.Tensor, given: torch.Tensor, *words: Any, **named: Any) -> Any:
         done = exchange(output, given, *words, **named)
         with torch.no_grad():
-            output.copy_(given)
+            for begin in range(0, len(output), max(1, len(given))):
+                part = output[begin : begin + len(given)]
+                part.copy_(given[: len(part)])
         return done
 
     return exchange_and_fill

@@ -24,7 +24,7 @@ from tightfit.train.config import Milestone, Prediction, WorkerConfig
 from tightfit.train.engines import Engine, HeldHere
 from tightfit.train.events import Events
 from tightfit.train.loop import Window, Windows
-from tightfit.train.place import Place, everyone, read_memory, restart_peaks
+from tightfit.train.place import Place, Reading, everyone, read_memory, restart_peaks
 
 PASSES = 2
 MOST_TURNS = 24
@@ -39,7 +39,8 @@ PlanProof = tuple[str, bool, Message]  # what was looked at, whether it is so, a
 
 def proofs(config: WorkerConfig, place: Place, held: HeldHere) -> Iterator[PlanProof]:
     """What can be seen before the first batch."""
-    levers, world = config.levers, config.levers.shards(place.world)
+    levers = config.levers
+    world = levers.shards(place.world) * levers.tensor_parallel
     started = {
         "world": place.world,
         "launcher": place.launcher,
@@ -99,8 +100,9 @@ class Milestones:
         self._events, self._predicted, self._place = events, predicted, place
         self.measured: dict[Milestone, int | None] = {}
 
-    def measure(self, milestone: Milestone) -> None:
-        reading = read_memory(self._place.device)
+    def measure(self, milestone: Milestone, reading: Reading | None = None) -> None:
+        """`reading`: what this rank had then; None: it is now."""
+        reading = reading or read_memory(self._place.device)
         peak = self.measured[milestone] = reading.peak_bytes
         ranks = everyone(self._place, reading.host_bytes if peak is None else peak)
         self._events.write(
@@ -126,20 +128,37 @@ def probe(
     # How often layers run shows whether recomputation is really on.
     hooks = [layer.register_forward_pre_hook(lambda *_: calls.append(None)) for layer in layers_of(engine.model)]
     seconds, recomputed, taken = 0.0, 0, 0
+    read: dict[Milestone, Reading] = {}
+    seen: set[Milestone] = set()
+
+    def note(milestone: Milestone) -> None:
+        """Ranks tell each other, which they cannot in the middle of a pipeline."""
+        if milestone in seen:
+            return
+        seen.add(milestone)
+        if engine.runs_in_step:
+            milestones.measure(milestone)
+        else:
+            read[milestone] = read_memory(place.device)
+
+    def watch(what: str, number: int) -> None:
+        """Of the first micro batch; through each stage of this rank, if there are several."""
+        nonlocal recomputed
+        if number == 0 and what == "backward":
+            note("forward")
+            calls.clear()
+        elif number == 0 and what == "done":
+            recomputed += len(calls)
+            note("backward")
+
     try:
         for turn in range(MOST_TURNS):
             began = time.monotonic()
-            for number, inputs in enumerate(windows.inputs(window)):
-                first = turn == 0 and number == 0
-                loss = engine.forward(inputs, window.divisor)
-                if first:
-                    calls.clear()
-                    milestones.measure("forward")
-                engine.backward(loss, last=number == len(window.micro_batches) - 1)
-                del loss, inputs
-                if first:
-                    recomputed = len(calls)
-                    milestones.measure("backward")
+            inputs, count = windows.inputs(window), len(window.micro_batches)
+            engine.accumulate(inputs, count, window.divisor, watch if turn == 0 else lambda *_: None)
+            for milestone, reading in read.items():  # what was not told on the way
+                milestones.measure(milestone, reading)
+            read.clear()
             _, stepped = engine.step(0.0).read(torch.zeros((), device=place.device))
             taken += not stepped.skipped or stepped.loss_scale is None
             seconds = time.monotonic() - began

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tightfit.memory.selection import ATTENTIONS, SCANS, Place, is_below_adapter, place_of
 from tightfit.memory.tape import SMALLEST_MOVED_BYTES
 from tightfit.messages import Message
-from tightfit.train.build import body_of, layers_of
+from tightfit.train.build import body_of, layers_of, number_layers
 from tightfit.types import PARTS, Checkpointing, ConfigError
 
 _PRODUCTS = frozenset(
@@ -47,25 +47,25 @@ _KERNELS = frozenset({"flash_attn", "flash_attn_3", "tightfit", "mamba_ssm", "ca
 def recompute(model: Any, how: Checkpointing) -> int:
     """Activation checkpointing: switch it on; the number of layers that recompute.
 
-    Hugging Face's layers checkpoint themselves; the lowest K do so for `layers:K`, since what they keep would wait
-    longest. With `full+offload` the inputs go to the host: torch saves them through the hooks that are active when the
-    checkpoint is entered, while everything inside goes through the checkpoint's own.
+    Hugging Face's layers checkpoint themselves; the lowest K do so for `layers:K`, of each stage where there are some,
+    since what they keep would wait longest. With `full+offload` the inputs go to the host: torch saves them through the
+    hooks that are active when the checkpoint is entered, while everything inside goes through the checkpoint's own.
     """
     if how.layers == 0:
         return 0
-    body, layers = body_of(model), layers_of(model)
+    body, layers = body_of(model), number_layers(model)
     body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wanted = len(layers) if how.layers is None else how.layers
-    if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+    wanted = sum(how.layers is None or index < how.layers for index, _ in layers)
+    if not all(hasattr(layer, "gradient_checkpointing") for _, layer in layers):
         if wanted != len(layers) or how.offload:
             raise ConfigError(Message("train.cannot-recompute-some", model=type(body).__name__))
         return wanted
     layer: Any
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index < wanted
+    for index, layer in layers:
+        layer.gradient_checkpointing = how.layers is None or index < how.layers
         if how.offload:
             layer._gradient_checkpointing_func = on_the_host
-        elif how.select and index < wanted and has_parts(layer):
+        elif how.select and layer.gradient_checkpointing and has_parts(layer):
             layer._gradient_checkpointing_func = Selection(layer, how.select).run
     return wanted
 

@@ -279,12 +279,13 @@ def load(
             done = filled and not (wide and states.holds(MASTER, state_name(shard.path)))
             if shard.parameter.requires_grad and not done:
                 with shard.access(write=True) as target:
-                    read_into(target, master if wide else weight, shard.path, shard.shape, shard.start)
+                    where = shard.path, shard.shape, shard.start, shard.columns
+                    read_into(target, master if wide else weight, *where)
         for state in engine.states(write=True):
             if found.weights_alone and state.kind != MASTER:
                 continue
             read = master if state.kind == MASTER else moment(state.kind)
-            read_into(state.tensor, read, state.path, state.shape, state.start)
+            read_into(state.tensor, read, state.path, state.shape, state.start, state.columns)
         lost = _load_own(engine.own_states(), states, place)
     states.close()
     try:

@@ -170,7 +170,10 @@ class Writer:
         if self._rank == 0:
             self._attempt(lambda: self._make_files(layout))
         self._barrier()
+        pieces = iter(pieces)
         self._attempt(lambda: self._write_pieces(layout, pieces))
+        for _ in pieces:  # after a failure: other ranks may need this one to make theirs
+            pass
         self._barrier()
         self._attempt(lambda: self._check(layout))
         self._sets += 1

@@ -1,8 +1,12 @@
 """This rank's part of each parameter, as a contiguous range of its elements.
 
-However an engine shards (not at all, ZeRO-3's flat parts, FSDP2's rows), a rank holds elements [start, stop) of the
-parameter laid out row by row. So weights are read from a file straight into place, and written the same way,
-without anybody holding a whole parameter.
+However an engine shards (not at all, ZeRO-3's flat parts, FSDP2's rows, some of the experts and of these FSDP2's rows),
+a rank holds elements [start, stop) of the parameter laid out row by row. So weights are read from a file straight into
+place, and written the same way, without anybody holding a whole parameter.
+
+Ranks that share layers have some columns of the same rows of some matrices (`Columns`). To read these, a rank reads
+whole rows and takes its own columns. To write them, the ranks that have the same rows exchange them, until each has
+some of these rows whole.
 
 A part may rest in a file on an NVMe. `outline` speaks of parts without touching them; `shards` brings each into
 memory while it is looked at.
@@ -12,15 +16,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from tightfit.train.mesh import ALL, OWNERS, SHARDS, TENSOR
 from tightfit.train.nvme import resident
 
+OWNED = "tightfit_owns"  # the attribute of a module whose parameters are some rows of the model's: `OwnedRows`
 ADAPTED = "base_model.model."  # what PEFT puts before every name, and `base_layer.` before a weight's
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRows:
+    """Of parameters that were cut before an engine shards them: each expert is a row."""
+
+    first: int
+    total: int  # of the whole parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Of each row of a matrix the elements [low, high). Ranges of such a part count its own elements alone."""
+
+    low: int
+    high: int
+    group: Any  # the ranks that have the same rows, in the order of their columns
+
+    @property
+    def width(self) -> int:
+        return self.high - self.low
+
+    def join(self, part: Tensor, start: int) -> tuple[int, Tensor]:
+        """Of the rows in `part`, which is flat and begins at its element `start`, this rank's share with all columns:
+        where it begins in the matrix, and its elements, flat. All ranks of the group call it with the same rows."""
+        size, rank = self.group.size(), self.group.rank()
+        rows, more = divmod(part.numel() // self.width, size)
+        takes = [rows + (each < more) for each in range(size)]
+        begin, mine = start // self.width + sum(takes[:rank]), takes[rank]
+        arrived = part.new_empty(size, mine, self.width)
+        counts = [each * self.width for each in takes]
+        dist.all_to_all_single(arrived.view(-1), part, [arrived[0].numel()] * size, counts, group=self.group)
+        return begin * self.width * size, arrived.transpose(0, 1).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +71,7 @@ class Shard:
     stop: int  # this rank has elements [start, stop) of the whole
     parameter: nn.Parameter
     is_copy: bool = False  # a rank of another group has the same elements, and writes them
+    columns: Columns | None = None  # these of its rows alone; None: it has whole rows
 
     @property
     def name(self) -> str:
@@ -82,10 +123,32 @@ def plain_name(name: str) -> str:
     return name.removeprefix(ADAPTED).replace(".base_layer.", ".")
 
 
+TIED = "tied_names"
+"""Of a model with some layers of a pipeline: for the further names of tied parameters the first ones, under which
+another GPU has them too."""
+
+
 def outline(model: nn.Module, rank: int) -> Iterator[Shard]:
     """Each parameter's part, a tied one once."""
+    tied = getattr(model, TIED, {})
+    owned = {
+        f"{path}.{leaf}": getattr(module, OWNED)
+        for path, module in model.named_modules()
+        if hasattr(module, OWNED)
+        for leaf in module._parameters
+    }
     for name, param in model.named_parameters():
-        yield shard_of(name, param, rank)
+        prefix = ADAPTED if name.startswith(ADAPTED) else ""
+        first = tied.get(name.removeprefix(prefix))
+        shard = shard_of(name, param, rank, owned.get(name))
+        yield shard if first is None else replace(shard, path=f"{prefix}{first}", is_copy=True)
+
+
+def find_tied_copy(model: nn.Module) -> nn.Parameter | None:
+    """The parameter that another GPU of a pipeline has too."""
+    tied: dict[str, str] = getattr(model, TIED, {})
+    found = {name.removeprefix(ADAPTED): param for name, param in model.named_parameters()}
+    return next((found[name] for pair in tied.items() for name in pair if name in found), None)
 
 
 def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shard]:
@@ -95,9 +158,9 @@ def shards(model: nn.Module, rank: int, *, write: bool = False) -> Iterator[Shar
             yield shard
 
 
-def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
+def shard_of(name: str, param: nn.Parameter, rank: int, owned: OwnedRows | None = None) -> Shard:
+    """`owned`: which rows of the model's parameter this one has, where not all."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     held: Any = param
     if hasattr(param, "ds_tensor"):  # ZeRO-3: equal parts, the last one padded
@@ -106,11 +169,25 @@ def shard_of(name: str, param: nn.Parameter, rank: int) -> Shard:
         start = min(rank * share, prod(shape))
         return Shard(name, shape, start, min(start + share, prod(shape)), param)
     shape = tuple(param.shape)
+    whole = shape if owned is None else (owned.total, *shape[1:])
+    first, width, columns = 0 if owned is None else owned.first, prod(shape[1:]), None
     if not isinstance(param, DTensor):
-        return Shard(name, shape, 0, param.numel(), param)
-    # FSDP2 deals out rows, as `torch.chunk` cuts them.
-    local, offset = compute_local_shape_and_global_offset(shape, held.device_mesh, held.placements)
-    start = offset[0] * prod(shape[1:]) if prod(local) else prod(shape)
-    places = zip(held.device_mesh.get_coordinate(), held.placements, strict=True)
-    is_copy = any(place for place, kind in places if kind.is_replicate())
-    return Shard(name, shape, start, start + prod(local), param, is_copy)
+        return Shard(name, whole, first * width, first * width + param.numel(), param)
+    mesh = held.device_mesh
+    places = dict(zip(mesh.mesh_dim_names, zip(held.placements, mesh.get_coordinate(), strict=True), strict=True))
+    is_copy = any(place for kind, place in places.values() if kind.is_replicate())
+    # Ranks that share layers have equal parts.
+    rows = shape[0]
+    if TENSOR in places:
+        kind, place = places[TENSOR]
+        if kind.dim == 0:
+            rows //= mesh[TENSOR].size()
+            first = place * rows
+        else:
+            width //= mesh[TENSOR].size()
+            columns = Columns(place * width, (place + 1) * width, mesh.get_group(TENSOR))
+    # Of what is left FSDP2 deals out rows, as `torch.chunk` cuts them.
+    (dealt,) = [each for each in (SHARDS, ALL, OWNERS) if each in places]
+    each_has = -(-rows // mesh[dealt].size())
+    begin, end = (min(number * each_has, rows) for number in (places[dealt][1], places[dealt][1] + 1))
+    return Shard(name, whole, (first + begin) * width, (first + end) * width, param, is_copy, columns)

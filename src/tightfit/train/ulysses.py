@@ -1,16 +1,14 @@
 """Sequences that several ranks share: Ulysses.
 
-Neighbouring ranks read the same rows, and each has an equal part of their tokens. Everything but attention looks at
-tokens one by one. Around attention the ranks of a group exchange what they have: all heads of some tokens become some
-heads of all tokens, and its output goes the other way. To all else these ranks are ranks like others: the gradient of a
-row is the sum of its parts' gradients, so whatever reduces gradients over all ranks adds these up too.
+Each rank has a part of the tokens (`row_parts.py`), and everything but attention looks at tokens one by one. Around
+attention the ranks of a group exchange what they have: all heads of some tokens become some heads of all tokens, and
+its output goes the other way.
 
 The exchange is an autograd function around `all_to_all_single`, put around the attention functions of transformers.
 DeepSpeed has the same (`UlyssesSPAttentionHF`, `_SeqAllToAll`), which needs its own groups and loader, changes by which
 number ZeRO divides gradients, and would have to be there for engines that are torch's alone.
 
-Masks are made for whole rows, and so is what tells documents apart (`documents.py`). Where the frequencies of a rotary
-embedding depend on the length of a row, they are computed for the whole of it.
+Where the frequencies of a rotary embedding depend on the length of a row, they are computed for the whole of it.
 
 Shapes: B rows, T tokens of a part, L of whole rows, H heads, D a head's width; h of this rank's heads.
 """
@@ -21,7 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,51 +27,26 @@ from torch import Tensor, nn
 
 from tightfit.messages import Message
 from tightfit.train.build import layers_of
-from tightfit.train.loss import shift
 from tightfit.train.place import GROUP_TIMEOUT, Place
+from tightfit.train.row_parts import INSTALLED, RowParts
 from tightfit.types import Levers, ModelError
 
 EAGER = "eager_attention_forward"
 """What modules of transformers call the attention that each of them writes out; it stands in no registry."""
-INSTALLED = "tightfit_shares"  # the mark on a function that has the exchange around it
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies change with the length of a row."""
 
 
-class SequenceParts:
-    """This rank's part of the rows that it shares. `with parts:` around each pass, forward and backward."""
+class SequenceParts(RowParts):
+    """With the group of ranks that share rows."""
 
-    now: ClassVar[SequenceParts | None] = None
+    attends_whole = False
 
     def __init__(self, model: Any, levers: Levers, place: Place) -> None:
-        self.size, self._sequence = levers.sequence_parallel, levers.sequence
-        self.index = place.rank % self.size
+        super().__init__(levers, place)
         self.group, _ = dist.new_subgroups(self.size, timeout=GROUP_TIMEOUT)  # type: ignore[no-untyped-call]
-        self.position_ids: Tensor | None = None  # of the whole rows that were cut last
         self._model, self._layers, self._checked, self.exchanged = model, len(layers_of(model)), False, 0
         install(model)
-
-    def __enter__(self) -> None:
-        SequenceParts.now = self
-
-    def __exit__(self, *_: object) -> None:
-        SequenceParts.now = None
-
-    def cut(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's tokens of each row. Their labels are those of the next token, which another rank may have."""
-        ids_BL, labels_BL = inputs["input_ids"], inputs["labels"]
-        positions_BL = inputs.get("position_ids")
-        if positions_BL is None:
-            positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
-        self.position_ids = positions_BL
-        # Rows are padded so that they can be cut, perhaps beyond the last position that a model has learnt.
-        positions_BL = positions_BL.clamp(max=self._sequence - 1)
-        found = {"input_ids": ids_BL, "labels": shift(labels_BL), "position_ids": positions_BL}
-        return {name: self.part(whole).contiguous() for name, whole in found.items()}
-
-    def part(self, whole_BL: Tensor) -> Tensor:
-        """Of what has a number for each token of a row, those of this rank's tokens."""
-        return whole_BL.chunk(self.size, dim=1)[self.index]
 
     def check(self) -> None:
         """A model may compute its attention in a way of its own: then its losses would be wrong, and look right."""
@@ -152,9 +125,6 @@ def install(model: Any) -> None:
     for written in {type(module).__module__ for module in model.modules()}:
         if (eager := getattr(sys.modules[written], EAGER, None)) is not None:
             setattr(sys.modules[written], EAGER, _around(eager))
-    masks: Any = import_module("transformers.masking_utils").AttentionMaskInterface
-    for name, make in list(masks._global_mapping.items()):
-        masks.register(name, _of_whole_rows(make))
     for module in model.modules():
         kinds = getattr(module, "rope_type", ())
         if any(kind in str(kinds) for kind in LENGTH_DEPENDENT):
@@ -168,35 +138,17 @@ def _around(attention: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(attention)
     def attend_together(module: Any, *words: Any, **named: Any) -> Any:
-        parts = SequenceParts.now
-        here = attention if parts is None else partial(attend, attention, parts)
+        parts = RowParts.now
+        here = partial(attend, attention, parts) if isinstance(parts, SequenceParts) else attention
         return here(module, *words, **named)
 
     setattr(attend_together, INSTALLED, True)
     return attend_together
 
 
-def _of_whole_rows(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make`: what makes a mask, of as many queries and keys as it is told."""
-    if hasattr(make, INSTALLED):
-        return make
-
-    @wraps(make)
-    def make_for_whole_rows(*words: Any, **named: Any) -> Any:
-        if (parts := SequenceParts.now) is not None:
-            for length in {"q_length", "kv_length"} & named.keys():
-                named[length] *= parts.size
-            if (places := named.get("cache_position")) is not None:  # in the place of q_length, before transformers 5
-                named["cache_position"] = torch.arange(len(places) * parts.size, device=places.device)
-        return make(*words, **named)
-
-    setattr(make_for_whole_rows, INSTALLED, True)
-    return make_for_whole_rows
-
-
 def _show_whole_rows(_: nn.Module, words: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """Of a rotary embedding, which is called with a tensor of some dtype and with the positions."""
-    if (parts := SequenceParts.now) is None:
+    if not isinstance(parts := RowParts.now, SequenceParts):
         return words, named
     if "position_ids" in named:
         return words, {**named, "position_ids": parts.position_ids}
@@ -204,5 +156,5 @@ def _show_whole_rows(_: nn.Module, words: tuple[Any, ...], named: dict[str, Any]
 
 
 def _cut_rotary(_: nn.Module, __: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    parts = SequenceParts.now
-    return tables if parts is None else tuple(parts.part(each) for each in tables)
+    parts = RowParts.now
+    return tuple(parts.part(each) for each in tables) if isinstance(parts, SequenceParts) else tables

@@ -18,6 +18,7 @@ from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.job import Job, Saving
 from tightfit.job.file import timeout_s
+from tightfit.memory.stages import find_fullest, split_layers
 from tightfit.messages import Message, text
 from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import PRESETS, checkpoint_of
@@ -72,6 +73,7 @@ def worker_json(plan: Plan) -> str:
             "vendor": way.hardware.gpu.vendor,
             "gpu_memory_bytes": way.hardware.gpu.memory_bytes,
         },
+        "pipeline": _pipeline(way),
         "effective_batch": way.effective_batch,
         "deepspeed": deepspeed_file_of(plan),
         "nvme_path": job.hardware.nvme_path,
@@ -202,6 +204,14 @@ def _model(plan: Plan, way: Way) -> dict[str, Any]:
         "parameters": way.shape.parameters,
         "trust_remote_code": plan.job.trust_remote_code,
     }
+
+
+def _pipeline(way: Way) -> dict[str, Any] | None:
+    """Which layers each stage has, from one number up to another; None: every GPU has all of them."""
+    if way.levers.pipeline_parallel == 1:
+        return None
+    stages = [[each.start, each.stop] for each in split_layers(way.shape, way.levers)]
+    return {"stages": stages, "fullest_gpu": find_fullest(way.shape, way.levers)}
 
 
 def _milestones(way: Way) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """The two engines behind one small interface.
 
 An engine takes the skeleton of a model, shards it, and turns micro batches into optimizer steps. What it does not do:
-choose anything, read data, write files. The loop calls `forward` and `backward` for each micro batch of a window, and
-`step` once.
+choose anything, read data, write files. The loop calls `accumulate` with the micro batches of a window, which is
+`forward` and `backward` for each of them, and `step` once.
 
 A checkpoint knows parameters by name and their elements by number. What this rank holds of the fp32 copies and of each
 moment is handed out as such ranges (`State`), to be read or, with `write`, to be written into. One at a time: a range
@@ -12,9 +12,10 @@ may be unpacked, or fetched from NVMe, for as long as the caller looks at it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -27,13 +28,17 @@ from tightfit.train.loss import WindowLoss
 from tightfit.train.nvme import is_on_nvme
 from tightfit.train.optimizers import BLOCK, Which, read_8bit, write_8bit
 from tightfit.train.place import Place
-from tightfit.train.shards import Shard, outline
+from tightfit.train.row_parts import RowParts
+from tightfit.train.shards import Columns, Shard, outline
 from tightfit.train.ulysses import SequenceParts
 from tightfit.types import Levers, Optimizer, TightfitError
 
 MASTER = "master"  # the kind of the fp32 copies of weights; moments are called as torch's optimizers call them
 PIECE = BLOCK * 2**16  # elements of an 8-bit state that are unpacked at a time
 _EIGHT_BIT: dict[str, Which] = {"exp_avg": 1, "exp_avg_sq": 2}
+
+Watch = Callable[[Literal["forward", "backward", "done"], int], None]
+"""Told before a micro batch's forward pass, before its backward pass and after it; which one."""
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """For each kind the parameters that have such a state, by path, and its shape; the same on every rank."""
@@ -115,6 +120,7 @@ class State:
     tensor: Tensor  # flat: elements [start, start + its own number)
     alike: bool  # every rank holds the same range: one of them writes it
     is_copy: bool = False  # another rank holds the same range, and writes it
+    columns: Columns | None = None  # of the parameter's rows, as a `Shard` has them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,17 +163,46 @@ def precisions(tensors: Iterable[Tensor]) -> str:
 class Engine(ABC):
     """`model` is the model as it was wrapped by adapters and sharded."""
 
+    runs_in_step = True  # every rank is at the same pass of a window at the same time
+
     def __init__(self, model: Any, levers: Levers, place: Place) -> None:
         self.model, self._levers, self._place = model, levers, place
-        self._parts = None if levers.sequence_parallel == 1 else SequenceParts(model, levers, place)
+        self._parts: RowParts | None = None
+        if levers.sequence_parallel > 1:
+            self._parts = SequenceParts(model, levers, place)
+        elif levers.tensor_parallel > 1:
+            self._parts = RowParts(levers, place)
         self._loss = WindowLoss(model, levers.loss, shifted=self._parts is not None)
         self._runs: Any = model  # what is called: the model, or what a library puts around it
         self._documents = documents.Told()
+        self._ranks = levers.stage_ranks(place.world)
+
+    def accumulate(self, inputs: Iterable[dict[str, Tensor]], count: int, divisor: float, watch: Watch) -> Tensor:
+        """Add up the gradients of a window's `count` micro batches; this rank's share of its loss, as `forward` has
+        it. Nothing of a micro batch outlives it."""
+        added = torch.zeros((), dtype=torch.float32, device=self._place.device)
+        for number, each in enumerate(inputs):
+            watch("forward", number)
+            loss = self.forward(each, divisor)
+            watch("backward", number)
+            self.backward(loss, last=number == count - 1)
+            added += loss.detach()
+            del loss, each  # what the graph still holds would be there beside the next micro batch's
+            watch("done", number)
+        return added
+
+    def evaluate(self, inputs: Iterable[dict[str, Tensor]], count: int) -> Tensor:
+        """The sum of the losses of these `count` micro batches, each token by itself, times the number of ranks that
+        have the same layers. No logits outlive their micro batch."""
+        added = torch.zeros((), dtype=torch.float64, device=self._place.device)
+        for each in inputs:
+            added += self.forward(each, 1.0).double()
+        return added
 
     def forward(self, inputs: dict[str, Tensor], divisor: float) -> Tensor:
-        """A micro batch's share of the window's mean loss, times the number of ranks. `divisor` is the number of tokens
-        of the window that count."""
-        self._loss.divisor = divisor / self._place.world  # the reduction divides by the ranks
+        """A micro batch's share of the window's mean loss, times the number of ranks that have the same layers.
+        `divisor` is the number of tokens of the window that count."""
+        self._loss.divisor = divisor / self._ranks  # the reduction divides by the ranks
         self._documents.several = "position_ids" in inputs
         if self._parts is not None:
             inputs = self._parts.cut(inputs)
@@ -202,11 +237,12 @@ class Engine(ABC):
                 yield State(MASTER, shard.path, shard.shape, 0, worked_on.detach().view(-1), alike=True)
             held = states.get(worked_on, {})
             if "state1" in held:
+                step = PIECE if shard.columns is None else max(1, shard.size)  # of columns whole rows are wanted
                 for kind, which in _EIGHT_BIT.items():
-                    for begin in range(0, shard.size, PIECE):
-                        values = read_8bit(held, which, begin, min(begin + PIECE, shard.size))
+                    for begin in range(0, shard.size, step):
+                        values = read_8bit(held, which, begin, min(begin + step, shard.size))
                         at = shard.start + begin
-                        yield State(kind, shard.path, shard.shape, at, values, not shard.cut, shard.is_copy)
+                        yield self._state(kind, shard, at, values)
                         if write:
                             write_8bit(held, which, values, begin)
                 continue
@@ -216,9 +252,13 @@ class Engine(ABC):
                 local = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
                 flat = local.detach().reshape(-1)
                 if shard.cut or tuple(local.shape) == shard.shape:
-                    yield State(kind, shard.path, shard.shape, shard.start, flat, not shard.cut, shard.is_copy)
+                    yield self._state(kind, shard, shard.start, flat)
                 else:  # adafactor's rows and columns
                     yield State(kind, shard.path, tuple(local.shape), 0, flat, alike=True)
+
+    @staticmethod
+    def _state(kind: str, shard: Shard, start: int, values: Tensor) -> State:
+        return State(kind, shard.path, shard.shape, start, values, not shard.cut, shard.is_copy, shard.columns)
 
     def expect(self, steps: int) -> None:  # noqa: B027 - most have no use for it
         """The run has so many steps in all."""
@@ -245,6 +285,10 @@ class Engine(ABC):
         """fp32 copies and moments that this rank holds, each to be done with before the next is asked for. `write`:
         what is written into them stays."""
 
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """Everything that trains, that of other ranks too: paths and shapes."""
+        return {shard.path: shard.shape for shard in self._trainable()}
+
     @abstractmethod
     def shapes(self) -> Shapes:
         """Which states there are, those of other ranks too."""
@@ -268,7 +312,7 @@ class Engine(ABC):
         return HeldHere(
             weight_bytes=sum(shard.size * shard.parameter.element_size() for shard in shards),
             whole_weight_bytes=sum(shard.numel * shard.parameter.element_size() for shard in shards),
-            trainable_elements=sum(shard.numel for shard in shards if shard.parameter.requires_grad),
+            trainable_elements=sum(map(prod, self.trained().values())),
             weights_on=",".join(sorted({"nvme" if is_on_nvme(param) else part.device.type for param, part in resting})),
             frozen_in=precisions(part for param, part in resting if not param.requires_grad),
             trained_in=precisions(part for param, part in resting if param.requires_grad),

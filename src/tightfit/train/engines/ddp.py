@@ -139,7 +139,7 @@ class Ddp(ScaledEngine):
 
     def go_on(self, counters: Counters, step: int) -> None:
         super().go_on(counters, step)
-        self._taken = step
+        self._taken = step if counters.optimizer_steps else 0  # or there are no moments to go on with
 
     def own_states(self) -> Mapping[str, Tensor]:
         return {} if self._compressor is None else self._compressor.states()

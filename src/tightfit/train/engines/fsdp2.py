@@ -4,19 +4,22 @@ Groups are what the footprint prices: the embedding, each layer, the final norm 
 with the root. Every micro batch reduces its gradients: to wait for the last one would hold whole fp32 gradients on each
 rank. Where groups of ranks have a copy of the model each (`shard_within`), a group reduces its own so, and adds those
 of the other groups to the sum of the window.
+
+Where ranks share experts (`expert_parallel`), those of a layer are a group of their own within it, which only the ranks
+that own the same ones cut up among themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
@@ -26,34 +29,50 @@ from tightfit.train.build import DTYPES, body_of, layers_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
-from tightfit.train.mesh import SHARDS, make_mesh
+from tightfit.train.experts import find_experts
+from tightfit.train.mesh import COPIES, OWNERS, TENSOR, make_mesh_of_all, share_mesh
 from tightfit.train.place import Place
+from tightfit.train.tensor import share_layers, uncut_modules
 from tightfit.types import ConfigError, Levers
 
 UNMARKED = nullcontext()
 """In place of a mark that nobody reads."""
 
 
-def shard(model: Any, levers: Levers, place: Place) -> None:
-    """Shard in place; the model may be on the meta device, and then has its values yet to come."""
-    mesh = make_mesh(levers, place)
-    flat = mesh.mesh_dim_names == (SHARDS,)
+def shard(model: Any, levers: Levers, mesh: DeviceMesh, place: Place, expert_mesh: DeviceMesh | None = None) -> None:
+    """Shard in place; the model may be on the meta device, and then has its values yet to come. `mesh`: the grid of all
+    ranks. `expert_mesh`: likewise as experts see it, where these have been shared out."""
+    all_of_copy = shares = share_mesh(mesh)
+    if levers.tensor_parallel > 1:
+        share_layers(model, mesh[TENSOR])
+        all_of_copy = share_mesh(make_mesh_of_all(levers, place))
+    has_copies = COPIES in (shares.mesh_dim_names or ())
     # Inputs stay as the model hands them on, as under DeepSpeed and as they are priced: torch may cast them in the
     # forward pass and not in the recomputation, and then fp32 rotary tables end the backward pass.
     working, wide = DTYPES[levers.precision], torch.float32
     policy = MixedPrecisionPolicy(param_dtype=working, reduce_dtype=wide, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    options: dict[str, Any] = {"mp_policy": policy}
     if levers.offload_param != "none":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=place.on_gpu and levers.buckets.pin_memory)
-    body, groups = body_of(model), list[Any](layers_of(model))
+    body, layers = body_of(model), layers_of(model)
+    if levers.tensor_parallel > 1:
+        for layer in layers:  # little, and so gathered once for both passes
+            fully_shard(uncut_modules(layer), mesh=all_of_copy, reshard_after_forward=False, **options)
     head, embedding = body.get_output_embeddings(), body.get_input_embeddings()
-    if head.weight is not embedding.weight:
+    groups: list[tuple[Any, DeviceMesh]] = [(layer, shares) for layer in layers]
+    weight, tied = (getattr(each, "weight", None) for each in (head, embedding))  # another GPU may have either
+    if weight is not tied:
         inner = getattr(body, body.base_model_prefix)
         norms = [child for name, child in inner.named_children() if "norm" in name or name == "ln_f"]
-        groups = [embedding, *groups, [*norms, head]]
-    for group in (*groups, model):
-        fully_shard(group, **options)
-    if place.on_gpu and flat:  # of groups, what is summed up between their turns is freed while it is read
+        below, above = [] if tied is None else [embedding], [] if weight is None else [[*norms, head]]
+        groups = [*((each, all_of_copy) for each in below), *groups, *((each, all_of_copy) for each in above)]
+    if expert_mesh is not None:
+        owners = expert_mesh[COPIES, OWNERS] if has_copies else expert_mesh[OWNERS]
+        groups = [*((module, owners) for module in find_experts(model)), *groups]  # inside of layers, so before them
+    for group, ranks in (*groups, (model, all_of_copy)):
+        fully_shard(group, mesh=ranks, **options)
+    # Of groups, what is summed up between their turns is freed while it is read.
+    if place.on_gpu and not has_copies:
         reduce_into_common_pool(model)
     mark_for_profilers()
 
@@ -107,33 +126,58 @@ class Fsdp2(ScaledEngine):
         made = optimizers.make_optimizer(levers.optimizer, groups, fused=True)
         assert isinstance(made, optimizers.LocalParts)
         self._optimizer: optimizers.LocalParts = made
-        mesh = next(iter(self.model.parameters())).device_mesh
+        params: list[Any] = list(model.parameters())
+        self._shared = [each for each in params if {TENSOR, OWNERS} & {*each.device_mesh.mesh_dim_names}]
+        # Of shared layers, what is not cut within them is cut over all ranks that together have all of them.
+        mesh = next(each.device_mesh for each in params if not {TENSOR, OWNERS} & {*each.device_mesh.mesh_dim_names})
         self._has_copies = mesh.ndim > 1
-        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that together have all of the model, once
+        self._sharing = mesh.get_group(mesh.ndim - 1)  # ranks that share a copy of these layers
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._set_reduction(last=last)
+        super().backward(loss, last=last)
+
+    def _set_reduction(self, *, last: bool) -> None:
         if self._has_copies:  # what others have of the same is added once, to the sum of the window
             self.model.set_requires_all_reduce(last)
-        super().backward(loss, last=last)
 
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
+        self._average_shared()
         self._scaler.unscale_(self._optimizer)
-        reduce = None if self._place.is_alone else partial(dist.all_reduce, group=self._sharing)
-        return self._launch(self._optimizer.grads(), reduce)
+        return self._launch(self._optimizer.grads(), None if self._place.is_alone else self._add_up)
+
+    def _add_up(self, norm: Tensor) -> None:
+        """Over the ranks that together have all of the model, once."""
+        dist.all_reduce(norm, group=self._sharing)
+
+    def _average_shared(self) -> None:
+        """The loss is scaled for a mean over all ranks. What ranks that share layers or experts have cut is reduced
+        over the others alone: each of them has the gradient of all of their tokens. FSDP2 could divide by another
+        number, but with gloo not by any."""
+        held: list[Any] = [param.grad for param in self._shared if param.grad is not None]
+        if held:
+            ranks = self._levers.tensor_parallel * self._levers.expert_parallel
+            torch._foreach_div_([grad._local_tensor for grad in held], float(ranks))
+
+    def train(self, mode: bool) -> None:
+        super().train(mode)
+        if mode:  # what an evaluation has left gathered
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)
         return self._states_per_parameter(self._optimizer.state, {}, write=write)
 
     def shapes(self) -> Shapes:
-        whole = {shard.path: shard.shape for shard in self._trainable()}
-        return dict.fromkeys(moments(self._levers.optimizer), whole)
+        return dict.fromkeys(moments(self._levers.optimizer), self.trained())
 
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         shards = self._trainable()
         # Whole rows are shared out: of few of them a rank has more than an even share.
-        ranks = self._levers.shards(self._place.world)
+        ranks = self._levers.shards(self._place.world) * self._levers.tensor_parallel
         fair = sum(-(-shard.shape[0] // ranks) * (shard.numel // shard.shape[0]) for shard in shards)
         worked_on = (param for group in self._optimizer.param_groups for param in group["params"])
         return worked_on, sum(shard.size for shard in shards), self._rests_on, fair

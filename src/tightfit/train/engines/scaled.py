@@ -39,10 +39,10 @@ class ScaledEngine(Engine):
         with self._inside():
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def _launch(self, grads: list[Tensor], reduce: Callable[[Tensor], Any] | None = None) -> Launched:
+    def _launch(self, grads: list[Tensor], reduce: Callable[[Tensor], Any] | None = None, copies: int = 0) -> Launched:
         """Clip these gradients and take a step with them, unless they are not finite. `reduce` adds up the ranks'
-        numbers in place; None: there is one rank."""
-        norm = optimizers.clip(grads, self._clip, reduce)
+        numbers in place; None: there is one rank. `copies`: how many, of the last ones, another rank counts."""
+        norm = optimizers.clip(grads, self._clip, reduce, copies)
         spoilt = torch.isfinite(norm).logical_not().float()
         optimizers.step_unless(self._optimizer, spoilt)
         return self._finish(norm, spoilt)
