@@ -1,6 +1,6 @@
 """Loss curves with compressed communication beside the exact one: small models on real CPU ranks.
 
-    python benchmarks/compression.py run DIR         train every way, and write benchmarks/data/compression.jsonl
+    python benchmarks/compression.py run DIR         train every way that benchmarks/data/compression.jsonl has not yet
     python benchmarks/compression.py page            the curves and the table of docs/compression.md
     python benchmarks/compression.py page --check    exit 1 if the table is stale
 
@@ -65,8 +65,11 @@ def run(folder: Path) -> None:
     from tightfit.types import Gpu, Hardware
 
     processor = Gpu(name="CPU", vendor="cpu", memory_bytes=12 << 30)
+    there = read_rows()
     for model, rate in MODELS.items():
         for way, levers in WAYS.items():
+            if (model, way) in there:
+                continue
             place = folder / f"{model}-{way.replace(', ', '-')}"
             place.mkdir(parents=True, exist_ok=True)
             flags = {**USUAL, **levers, "model": model, "max_steps": STEPS, "learning_rate": rate}
@@ -152,11 +155,16 @@ def work(place: Path) -> None:
 
 
 def write_page(*, check: bool) -> int:
-    rows = {(row["model"], row["way"]): row for row in map(json.loads, DATA.read_text().splitlines())}
+    rows = read_rows()
     if not check:
         draw(rows)
     text = PAGE.read_text(encoding="utf-8")
     return write_or_check(PAGE, text, fill(text, {"curves": table(rows)}, PAGE), __file__, check=check)
+
+
+def read_rows() -> dict[tuple[str, str], Any]:
+    lines = DATA.read_text().splitlines() if DATA.exists() else []
+    return {(row["model"], row["way"]): row for row in map(json.loads, lines)}
 
 
 def table(rows: dict[tuple[str, str], Any]) -> str:

@@ -99,9 +99,9 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
         unpacking = unpacking_bytes(max(job.weights.largest_trainable, job.weights.largest_frozen))
         filled = min(job.levers.buckets.reduce_bucket, job.weights.trainable_numel)
         scattering = scattering_bytes(filled)
-        beside = {"forward": unpacking, "loss": unpacking, "backward": max(unpacking, scattering)}
-        for name, more in beside.items():
-            passes[name] = combine(passes[name], {"buckets": more})
+        for name, parts in passes.items():
+            more = max(unpacking, scattering) if name == "backward" else unpacking
+            passes[name] = combine(parts, {"buckets": more})
     if (ranks := job.levers.shard_within) and job.levers.offload_param == "none":
         # hpZ: the weights once more, among fewer ranks. A step makes the copies void, and a parameter's comes back when
         # it is released: what is still whole in the forward pass has none.

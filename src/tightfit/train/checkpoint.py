@@ -297,14 +297,13 @@ def state_set(engine: Engine, place: Place, *, masters: bool) -> TensorSet | Non
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
         shapes = {MASTER: engine.trained(), **shapes}
-    names: Names = {
-        f"{kind}/{state_name(path)}": (shape, torch.float32)
-        for kind, held in shapes.items()
-        for path, shape in held.items()
-    }
     own = engine.own_states()
     shaped = {name: own_shape(tensor, place) for name, tensor in own.items()}
-    names |= {f"{OWN}/{name}": (shape, torch.float32) for name, shape in shaped.items()}
+    every = {
+        **{f"{kind}/{state_name(path)}": shape for kind, held in shapes.items() for path, shape in held.items()},
+        **{f"{OWN}/{name}": shape for name, shape in shaped.items()},
+    }
+    names: Names = {name: (shape, torch.float32) for name, shape in every.items()}
     if not names:
         return None
 

@@ -178,7 +178,8 @@ class OneBit:
         if rest := flat.numel() - full * SKETCHED:
             sketch[:, :rest].add_(signs[:, full:] * flat[full * SKETCHED :])
         dist.all_reduce(sketch)
-        return sketch.norm() / (self._place.world * math.sqrt(SKETCHES))
+        total: Tensor = sketch.norm() / (self._place.world * math.sqrt(SKETCHES))
+        return total
 
 
 def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit, warm_up: int, steps: int) -> None:
@@ -190,7 +191,8 @@ def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit
     parts = torch.split(flat, [param.numel() for _, param in held])
 
     def root(param: Tensor) -> Tensor:
-        return (optimizer.state[param]["exp_avg_sq"] / settled).sqrt_().add_(EPS).view(-1)
+        second_moment: Tensor = optimizer.state[param]["exp_avg_sq"]
+        return (second_moment / settled).sqrt_().add_(EPS).view(-1)
 
     for (_, param), part in zip(held, parts, strict=True):
         state = optimizer.state[param]

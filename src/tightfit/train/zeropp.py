@@ -79,7 +79,7 @@ class Scatter:
         order = [number % self._near * self._nodes + number // self._near for number in range(world)]
         begin = 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            for number, part in zip(order, tensor.reshape(-1).split(size), strict=False):
+            for number, part in zip(order, torch.split(tensor.reshape(-1), size), strict=False):
                 rows[number, begin : begin + part.numel()].copy_(part)
             begin += size
         mean = exchange_mean(rows.view(self._near, -1), self._within)
@@ -87,7 +87,9 @@ class Scatter:
             mean = exchange_mean(mean.view(self._nodes, padded), self._between)
         return [
             part[: max(0, min(size, tensor.numel() - rank * size))]
-            for part, size, tensor in zip(mean.split([*sizes, padded - sum(sizes)]), sizes, tensors, strict=False)
+            for part, size, tensor in zip(
+                torch.split(mean, [*sizes, padded - sum(sizes)]), sizes, tensors, strict=False
+            )
         ]
 
 
