@@ -1,8 +1,8 @@
 """Compressed communication: what is sent and what is kept are all gradients; runs follow the exact one from a distance;
 a checkpoint has what was kept.
 
-A run begins exact. From there on it may be off by a part in ten of the way that the loss has come, which is many times
-what it is off in these runs, and says that gradients have the right sign and size.
+A run begins exact. From there on it may be off by a part in ten of the way that the loss has come: gradients have the
+right sign and size. By a quarter with 1-bit Adam, whose second moment stays what two steps of these few have made it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def test_a_run_follows_the_exact_one_and_goes_on_bit_for_bit(tmp_path: Path, way
     came = exact[0] - exact[-1]
     assert came > 0.3
     assert whole.losses[:same] == pytest.approx(exact[:same], rel=ROUNDED[flags["precision"]])
-    assert max(abs(mine - its) for mine, its in zip(whole.losses, exact, strict=True)) < came / 10
+    off = max(abs(mine - its) for mine, its in zip(whole.losses, exact, strict=True))
+    assert off < came / (4 if how == "onebit" else 10)
     assert whole.losses[same:] != pytest.approx(exact[same:], rel=1e-6), "nothing was compressed"
     cut_off(whole.folder, MIDDLE)
     rest = run_well(plan)
