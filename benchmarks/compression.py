@@ -24,12 +24,13 @@ from typing import Any
 
 from blocks import fill, write_or_check
 
-RANKS, STEPS, TAIL = 2, 150, 20
+RANKS, TAIL = 2, 20
 DATA = Path(__file__).parent / "data" / "compression.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "compression.md"
 PICTURES = PAGE.parent / "images"
-MODELS = {"tiny_llama": 3e-3, "tiny_mamba": 3e-3}
-"""With the learning rate of each."""
+RATE = 3e-3
+MODELS = {"tiny_llama": 150, "tiny_mamba": 60}
+"""With the steps of each."""
 WAYS = {
     "exact, ddp": {"engine": "ddp"},
     "powersgd": {"engine": "ddp", "compress": "powersgd"},
@@ -66,14 +67,14 @@ def run(folder: Path) -> None:
 
     processor = Gpu(name="CPU", vendor="cpu", memory_bytes=12 << 30)
     there = read_rows()
-    for model, rate in MODELS.items():
+    for model, steps in MODELS.items():
         for way, levers in WAYS.items():
             if (model, way) in there:
                 continue
             place = folder / f"{model}-{way.replace(', ', '-')}"
             place.mkdir(parents=True, exist_ok=True)
-            flags = {**USUAL, **levers, "model": model, "max_steps": STEPS, "learning_rate": rate}
-            flags |= {"output": str(place / "run")} | ({"scan": "torch"} if "mamba" in model else {})
+            flags = {**USUAL, **levers, "model": model, "max_steps": steps, "learning_rate": RATE}
+            flags |= {"output": str(place / "run")} | ({"scan": "tightfit"} if "mamba" in model else {})
             found = plan(
                 job_from_flags(flags), None, Hardware(gpu=processor, gpus_per_node=RANKS, host_ram_bytes=24 << 30)
             )
@@ -83,7 +84,7 @@ def run(folder: Path) -> None:
             events = [json.loads(line) for line in (place / "run" / "events.jsonl").read_text().splitlines()]
             losses = [round(each["loss"], 5) for each in events if each["event"] == "step"]
             sent = json.loads((place / SENT).read_text())
-            row = {"model": model, "way": way, "ranks": RANKS, "steps": STEPS, "sent_bytes": sent, "losses": losses}
+            row = {"model": model, "way": way, "ranks": RANKS, "steps": steps, "sent_bytes": sent, "losses": losses}
             with DATA.open("a") as out:
                 out.write(json.dumps(row) + "\n")
             print(model, way, losses[0], losses[-1], sent, flush=True)
@@ -142,9 +143,9 @@ def work(place: Path) -> None:
 
     def note(loop: Loop, loss: float) -> Any:
         after.append(total)
-        if len(after) == STEPS and loop.place.leads:
-            steps = [later - earlier for earlier, later in pairwise(after)]
-            (place / SENT).write_text(json.dumps({"first": steps[0], "last": median(steps[-TAIL:])}))
+        if len(after) == loop.steps and loop.place.leads:
+            sent = [later - earlier for earlier, later in pairwise(after)]
+            (place / SENT).write_text(json.dumps({"first": sent[0], "last": median(sent[-TAIL:])}))
         return agree(loop, loss)
 
     Loop._agree = note  # type: ignore[method-assign]
@@ -190,11 +191,11 @@ def draw(rows: dict[tuple[str, str], Any]) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "tightfit"
     from matplotlib import pyplot
 
-    for model in MODELS:
+    for model, steps in MODELS.items():
         figure, axes = pyplot.subplots(figsize=(7, 4.2))
         for way in WAYS:
             if way != "exact, zero3":  # it lies on the other one
-                axes.plot(range(1, STEPS + 1), rows[model, way]["losses"], label=way, linewidth=1)
+                axes.plot(range(1, steps + 1), rows[model, way]["losses"], label=way, linewidth=1)
         axes.set(xlabel="step", ylabel="loss")
         axes.set_title(f"{model} on {RANKS} CPU ranks", fontsize=10)
         axes.grid(alpha=0.3)

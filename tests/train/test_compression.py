@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plain import plain_losses, write_examples
 from running import LIMIT_S, Ran, edit, run_ranks, start_ranks, write_plan
 from test_resume import cut_off
 
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.inputs.layouts import check_layout
+from tightfit.memory.compressed import gradient_messages
 from tightfit.model.load import load_model
-from tightfit.train.compression import count_warm_up
+from tightfit.train.compression import OneBit, PowerSgd, count_warm_up
+from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
 STEPS, MIDDLE = 10, 6
@@ -147,6 +150,19 @@ def test_another_number_of_ranks_goes_on_without_what_was_kept(tmp_path: Path, c
         assert [each["step"] for each in rest.of("step")] == [*range(MIDDLE + 1, STEPS + 1)]
         assert any("starts at zero again" in each["text"] for each in rest.of("warning"))
         assert max(rest.losses) < whole.losses[0]
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_mamba"])
+def test_the_price_counts_what_is_kept(model: str) -> None:
+    shape = load_model(model)
+    place = Place(rank=0, local_rank=0, world=4, device=torch.device("cpu"), launcher="tests")
+    shapes = [torch.Size(tensor.shape) for tensor in shape.tensors]
+    kept = {"powersgd": PowerSgd(shapes, place), "onebit": OneBit(shape.parameters, place)}
+    for compress, each in kept.items():
+        held = sum(tensor.nbytes for tensor in each.states().values())
+        priced = gradient_messages(shape, Levers(engine="ddp", compress=compress), 4).kept
+        extra = each.states()["powersgd.q"].nbytes if compress == "powersgd" else 0  # where iterations begin
+        assert priced == held + extra
 
 
 REFUSED = {
