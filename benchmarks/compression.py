@@ -1,4 +1,4 @@
-"""Loss curves with compressed communication beside the exact one: small models on real CPU ranks.
+"""Loss curves with compressed communication beside the exact one: a small model on real CPU ranks.
 
     python benchmarks/compression.py run DIR         train every way that benchmarks/data/compression.jsonl has not yet
     python benchmarks/compression.py page            the curves and the table of docs/compression.md
@@ -29,7 +29,7 @@ DATA = Path(__file__).parent / "data" / "compression.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "compression.md"
 PICTURES = PAGE.parent / "images"
 RATE = 3e-3
-MODELS = {"tiny_llama": 150, "tiny_mamba": 60}
+MODELS = {"tiny_llama": 150}
 """With the steps of each."""
 WAYS = {
     "exact, ddp": {"engine": "ddp"},
