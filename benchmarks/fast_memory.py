@@ -21,6 +21,8 @@ from typing import Any
 
 import fast
 
+from tightfit.types import READ_TOGETHER
+
 MEASURED = [Path(f"{rows}.jsonl") for rows in fast.MEMORY]
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
             "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}  # fmt: skip
@@ -269,8 +271,61 @@ COMPRESSED: dict[str, dict[str, Any]] = {
                                 "checkpointing": "full", "compress": "zeropp"},
 }  # fmt: skip
 """One rank of several that send each other less."""
+SHARED = {"gpus": "8xH200", "engine": "fsdp2", "compile": "off"}
+EIGHT = {**SHARED, "model": (LLAMA_8B, 8), "seq": 4096}
+QWEN3_2B = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}  # fmt: skip
+TENSOR: dict[str, dict[str, Any]] = {
+    "8B full, 2 GPUs per layer, none": {**EIGHT, "tensor_parallel": 2, "checkpointing": "none"},
+    "8B full, 4 GPUs per layer, full, 4 rows": {**EIGHT, "tensor_parallel": 4, "micro_batch": 4,
+                                                "checkpointing": "full"},
+    "8B full, 8 GPUs per layer, none, plain loss, 2 rows": {**EIGHT, "tensor_parallel": 8, "micro_batch": 2,
+                                                            "loss": "plain", "checkpointing": "none"},
+    "8B full, 8 of 16 GPUs per layer, 4 layers, twice": {**EIGHT, "gpus": "2x8xH200", "tensor_parallel": 8,
+                                                         "micro_batch": 4, "accum": 2, "checkpointing": "layers:4"},
+    "8B full, 4 of 16 GPUs per layer, in groups of 8": {**EIGHT, "gpus": "2x8xH200", "shard_within": 8,
+                                                        "tensor_parallel": 4, "micro_batch": 2, "accum": 2,
+                                                        "checkpointing": "none"},
+    "8B full, 8 GPUs per layer, 65536 tokens": {**EIGHT, "tensor_parallel": 8, "seq": 65_536, "checkpointing": "full"},
+    "8B LoRA, 4 GPUs per layer, none": {**SHARED, "model": (LLAMA_8B, 12), "method": "lora", "tensor_parallel": 4,
+                                        "micro_batch": 4, "checkpointing": "none"},
+    "8B LoRA, 2 GPUs per layer, full, 32768 tokens": {**SHARED, "model": (LLAMA_8B, 12), "method": "lora",
+                                                      "tensor_parallel": 2, "seq": 32_768, "checkpointing": "full"},
+    "Qwen3 2B full, tied, 4 GPUs per layer, none, plain loss": {**SHARED, "model": (QWEN3_2B, 14), "tensor_parallel": 4,
+                                                               "micro_batch": 4, "loss": "plain",
+                                                               "checkpointing": "none"},
+    "Qwen3 8B full, 4 of 4 GPUs per layer, full": {**SHARED, "model": (QWEN3_8B, 6), "gpus": "4xH200",
+                                                   "tensor_parallel": 4, "micro_batch": 8, "checkpointing": "full"},
+    "Qwen 7.6B full, 4 GPUs per layer, Liger": {**ONE_OF_8, "compile": "off", "kernels": "fused", "tensor_parallel": 4,
+                                                "micro_batch": 4, "checkpointing": "none"},
+    "32B LoRA, 8 GPUs per layer, none": {**ROWS["32B LoRA, none"], **SHARED, "tensor_parallel": 8, "micro_batch": 8},
+}  # fmt: skip
+"""One rank of several that share each layer."""
+ROW = {"model": (LLAMA_8B, 16), "gpus": "8xH200", "engine": "fsdp2", "pipeline_parallel": 4, "accum": 8}
+LORA_ROW = {**ROW, "method": "lora", "micro_batch": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "8B full, a pipeline of 4, none": {**ROW, "gpus": "4xH200", "checkpointing": "none"},
+    "8B full, a pipeline of 4 of 8, full, as written": {**ROW, "checkpointing": "full", "compile": "off"},
+    "8B full, a pipeline of 4 of 8, 2 stages each, mlp": {**ROW, "stages_per_gpu": 2, "checkpointing": "select:mlp"},
+    "8B full, a pipeline of 2 of 8, 2 layers of each": {**ROW, "pipeline_parallel": 2, "checkpointing": "layers:2",
+                                                        "compile": "off"},
+    "8B LoRA, a pipeline of 4 of 8, full, plain loss": {**LORA_ROW, "checkpointing": "full", "loss": "plain",
+                                                        "compile": "off"},
+    "8B LoRA, a pipeline of 8 of 16, none": {**LORA_ROW, "gpus": "2x8xH200", "pipeline_parallel": 8, "accum": 16,
+                                             "checkpointing": "none"},
+    "8B LoRA, a pipeline of 4, 2 stages each, none": {**LORA_ROW, "gpus": "4xH200", "stages_per_gpu": 2,
+                                                      "checkpointing": "none"},
+    "1B full, tied, a pipeline of 2 of 4, full": {**ONE_BILLION, "engine": "fsdp2", "pipeline_parallel": 2,
+                                                  "accum": 4, "checkpointing": "full"},
+    "1B full, tied, a pipeline of 4, none, as written": {**ONE_BILLION, "engine": "fsdp2", "pipeline_parallel": 4,
+                                                         "accum": 8, "checkpointing": "none", "compile": "off"},
+    "Qwen3 8B full, a pipeline of 2 of 8, elementwise": {"model": (QWEN3_8B, 8), "gpus": "8xH200", "engine": "fsdp2",
+                                                         "pipeline_parallel": 2, "accum": 4,
+                                                         "checkpointing": "select:elementwise"},
+}  # fmt: skip
+"""The fullest GPU of a pipeline, at the head of the row or at its end."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
-SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "compressed": COMPRESSED}
+SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "pipelines": PIPELINES, "tensor": TENSOR, "compressed": COMPRESSED}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 
@@ -320,7 +375,7 @@ def prepare(args: argparse.Namespace) -> None:
         wanted = {**USUAL, **row}
         config, layers = wanted.pop("model")
         ranks = count_gpus(wanted["gpus"])
-        readers = ranks // wanted.get("sequence_parallel", 1)
+        readers = ranks // prod(wanted.get(name, 1) for name in READ_TOGETHER)
         wanted["effective_batch"] = wanted["micro_batch"] * wanted["accum"] * readers
         place = args.path / name_of(name) / "said"
         fast.write_plan(place, {"model": {**config, "num_hidden_layers": layers}, **wanted})

@@ -211,7 +211,8 @@ def strategy_name(levers: Levers) -> Said:
     if levers.expert_parallel > 1:
         engine = Message("plan.shares-experts", engine=engine, size=levers.expert_parallel)
     if levers.pipeline_parallel > 1:
-        engine = Message("plan.in-pipeline", engine=engine, size=levers.pipeline_parallel)
+        said = {"engine": engine, "size": levers.pipeline_parallel, "stages": levers.stages_per_gpu}
+        engine = Message("plan.in-pipeline" if levers.stages_per_gpu == 1 else "plan.in-interleaved-pipeline", **said)
     if levers.compress != "none":
         engine = Message("plan.compressed", engine=engine, how=levers.compress)
     optimizer, param = levers.offload_optimizer, levers.offload_param

@@ -207,6 +207,7 @@ def test_the_verdict_in_words() -> None:
         model="m",
         engine="zero3",
         ranks=8,
+        rank=4,
         device="H200",
         cap_bytes=24 * GIB,
         tensor_bytes=22 * GIB,
@@ -219,7 +220,7 @@ def test_the_verdict_in_words() -> None:
         folder=None,
     )
     assert verdict_words(found) == (
-        "Passed: rank 0 of 8 made 5 steps within 24.00 GiB: its peak is 21.00 GiB of the 22.00 GiB left for tensors."
+        "Passed: rank 4 of 8 made 5 steps within 24.00 GiB: its peak is 21.00 GiB of the 22.00 GiB left for tensors."
     )
 
 

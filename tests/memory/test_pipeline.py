@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tightfit.memory.pipeline import count_waiting, lay_out
-from tightfit.memory.stages import order_passes, split_layers
+from tightfit.memory.stages import Pass, order_actions, order_passes, split_layers
 from tightfit.memory.weights import of as weights_of
 from tightfit.model.load import shape_from_config
 from tightfit.types import Levers, ModelShape
@@ -88,9 +88,26 @@ def test_the_order_is_that_of_torch(gpus: int, stages: int) -> None:
 
 
 def test_how_many_micro_batches_wait() -> None:
-    for place in range(4):
-        assert count_waiting(4, 1, 16, place) == (((3 - place,), (3 - place,)),)
-    assert count_waiting(4, 1, 2, 0) == (((1,), (1,)),)  # no more than there are
-    first, last = count_waiting(4, 2, 16, 0), count_waiting(4, 2, 16, 3)
-    assert max(sum(each) for stage in first for each in stage) == 4 + 2 * 3
-    assert max(sum(each) for stage in last for each in stage) == 4
+    def most(gpus: int, stages: int, micro_batches: int, place: int) -> int:
+        return max(sum(each.begun) for stage in count_waiting(gpus, stages, micro_batches, place) for each in stage)
+
+    assert [most(4, 1, 16, place) for place in range(4)] == [3, 2, 1, 0]
+    assert most(4, 1, 2, 0) == 1  # no more than there are
+    assert [most(4, 2, 16, place) for place in range(4)] == [10, 8, 6, 4]
+    assert most(4, 2, 1000, 0) == most(4, 2, 16, 0)
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_what_is_between_gpus_is_what_the_worker_keeps(place: int) -> None:
+    """Of one stage on each GPU it is known without following the order."""
+    for micro_batches in (4, 5, 16):
+        arriving, sent, most = set[Pass](), set[str](), 0
+        for action in order_actions(4, 1, micro_batches)[place]:
+            if action.what == "run":
+                arriving.discard(action.of)
+                most = max(most, len(arriving) + len(sent))
+            elif action.what == "receive":
+                arriving.add(action.of)
+            else:
+                sent.add(action.of.direction)
+        assert most == count_waiting(4, 1, micro_batches, place)[0][0].travelling

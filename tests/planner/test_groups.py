@@ -75,7 +75,7 @@ def test_what_copies_tell_each_other_is_sent_once_a_step() -> None:
 
 
 def test_a_plan_takes_groups_where_the_network_is_slow_and_never_on_one_node() -> None:
-    flags = {"model": LLAMA, "seq": 4096, "effective_batch": 128}
+    flags = {"model": LLAMA, "seq": 4096, "effective_batch": 128, "pipeline_parallel": 1}
     slow = plan(job_from_flags(flags), SHAPE, nodes(4, "25Gb")).chosen
     assert slow is not None
     assert slow.levers.shard_within == 8

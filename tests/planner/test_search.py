@@ -232,7 +232,7 @@ def needs_by_depth(question: Question, corner: candidates.Corner) -> list[int]:
 def test_under_zero3_fewer_recomputing_layers_can_need_less() -> None:
     """What is gathered depends on what is fetched next: why `past_a_floor` tries every depth."""
     question = ask(built("mamba2", 3, 4096, 5000, True), machine("8x24GB"), method="lora", sequence=16)
-    base = next(levers for levers in search._strategies(question) if levers.engine == "zero3")
+    base = next(levers for levers in search.list_strategies(question) if levers.engine == "zero3")
     needs = needs_by_depth(question, next(search._corners(question, base)))
     assert needs[0] < min(needs[1:])
 

@@ -11,9 +11,11 @@ from tightfit import memory
 from tightfit.hardware.named import read_hardware
 from tightfit.hardware.words import connect
 from tightfit.inputs.flags import levers_from_flags
+from tightfit.job.file import job_from_flags
 from tightfit.model.load import shape_from_config
 from tightfit.pace import Clock, KernelChoice, pace
-from tightfit.types import Checkpointing, Hardware, Levers
+from tightfit.planner import Way, plan
+from tightfit.types import Checkpointing, ConfigError, Hardware, Levers
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
          "num_key_value_heads": 8, "vocab_size": 128_256, "num_hidden_layers": 32,
@@ -85,3 +87,77 @@ def test_a_search_has_the_same_seconds(flags: dict[str, Any]) -> None:
     for depth in (0, 5, 32):
         here = replace(way, checkpointing=Checkpointing(layers=depth))
         assert times[depth] == pytest.approx(pace(SHAPE, here, hardware).step_s, rel=1e-9)
+
+
+# --- where a plan takes them ------------------------------------------------------------------------
+
+
+def ways(hardware: Hardware, config: dict[str, Any] = LLAMA, **flags: Any) -> tuple[Way, list[Way]]:
+    """The one that is chosen, and all."""
+    job = job_from_flags({"model": config, "seq": 4096, **flags})
+    found = plan(job, SHAPE if config is LLAMA else shape_from_config(config, "other"), hardware)
+    assert found.chosen is not None
+    return found.chosen, [found.chosen, *found.alternatives]
+
+
+def test_a_batch_that_is_shared_evenly_by_one_node_tries_nothing_of_it() -> None:
+    _, every = ways(nodes(1), effective_batch=32)
+    assert {way.levers.ranks_per_sample for way in every} == {1}
+
+
+def test_of_fewer_sequences_than_gpus_several_have_each() -> None:
+    chosen, every = ways(nodes(1), effective_batch=4)
+    assert chosen.world == 8
+    assert {way.effective_batch for way in every} == {4}
+    assert {way.levers.ranks_per_sample for way in every if way.world == 8} == {2, 4, 8}
+    assert {way.levers.engine for way in every if way.levers.tensor_parallel > 1} == {"fsdp2"}
+    assert {way.levers.sequence_parallel for way in every} == {1, 2}
+    assert "plan.fewer-sequences" in [getattr(said, "id", "") for said in chosen.because]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"effective_batch": 12},  # more than there are GPUs: there are batches near it that would do
+        {"effective_batch": 4, "tensor_parallel": 1, "sequence_parallel": 1},
+        {"effective_batch": 4, "micro_batch": 1},
+    ],
+)
+def test_a_batch_that_cannot_be_shared_is_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ways(nodes(1), **flags)
+    assert raised.value.said.id == "plan.uneven-batch"
+
+
+def test_more_machines_can_do_what_fewer_can() -> None:
+    """A slow network between them: the GPUs of one node share the sequences as if they were alone."""
+    alone, _ = ways(nodes(1), effective_batch=4)
+    beside, _ = ways(nodes(2, "1Gb"), effective_batch=4)
+    assert beside.world == 8
+    assert beside.levers.ranks_per_sample == alone.levers.ranks_per_sample == 2
+    assert beside.pace.step_s <= 1.05 * alone.pace.step_s
+
+
+def test_a_lever_that_is_pinned_brings_the_engine_that_has_it() -> None:
+    chosen, every = ways(nodes(1), tensor_parallel=4, effective_batch=6)
+    assert {(way.levers.engine, way.levers.tensor_parallel) for way in every} == {("fsdp2", 4)}
+    assert chosen.levers.micro_batch * chosen.levers.accumulation == 3
+    assert chosen.levers.compile == "off"
+    assert not chosen.levers.checkpointing.select
+
+
+WIDE = {**LLAMA, "hidden_size": 16_384, "intermediate_size": 53_248, "num_attention_heads": 128, "num_hidden_layers": 3}
+"""Llama 405B's layers."""
+
+
+def test_layers_that_are_large_to_be_gathered_are_shared() -> None:
+    _, every = ways(read_hardware("8xA100-40GB"), WIDE, effective_batch=8, seq=1024)
+    fsdp2 = [way for way in every if way.levers.is_fsdp2 and way.levers.offload_param == "none"]
+    held = {way.levers.tensor_parallel: way.footprint.gpu.peak_bytes for way in fsdp2}
+    assert set(held) == {1, 2, 4, 8}
+    assert held[4] < 0.75 * held[1]
+
+
+def test_on_very_many_gpus_they_are_tried() -> None:
+    _, every = ways(nodes(16, "8x400Gb"), effective_batch=128)
+    assert {1, 2, 4, 8} <= {way.levers.tensor_parallel for way in every}

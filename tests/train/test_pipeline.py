@@ -7,11 +7,14 @@ up.
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from running import edit, run_ranks, write_plan
 from small_models import FAMILIES, config_of, real
 from torch import Tensor
 from transformers import AutoConfig
@@ -108,3 +111,43 @@ def test_layers_keep_their_numbers_and_count_within_their_stage() -> None:
     assert [depth for depth, _ in number_layers(model)] == [0, 1, 0]
     assert len(layers_of(model)) == 3
     assert not [name for name, _ in model.named_parameters() if "embed" in name]
+
+
+LOOK = """
+import json
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from tightfit.train.engines import pipeline
+
+def look(self, window, this, *, last, run=pipeline.Pipeline._pass_backward):
+    run(self, window, this, last=last)
+    whole = [name for name, each in self.model.named_parameters() if not isinstance(each, DTensor)]
+    reduced = [name for name, each in self.model.named_parameters() if each.grad is not None]
+    seen = {"in_flight": len(window.in_flight), "whole": whole, "reduced": len(reduced), "read": len(window.read),
+            "arriving": len(window.arriving), "sent": len(window.sent)}
+    with open(PATH, "a") as out:
+        out.write(json.dumps(seen) + "\\n")
+
+pipeline.Pipeline._pass_backward = look
+"""
+
+
+@pytest.mark.parametrize(("gpu", "in_flight"), [(0, 1), (1, 0)])
+def test_a_rehearsed_gpu_keeps_what_is_in_flight_and_gathers_nothing_between_passes(
+    tmp_path: Path, gpu: int, in_flight: int
+) -> None:
+    """Of two: after its first backward pass the first GPU still has a micro batch, and the second none. Either has its
+    part of the gradients, and of the weights."""
+    flags = {"model": "tiny_llama", "precision": "fp32", "seq": 32, "effective_batch": 8, "micro_batch": 1}
+    folder = write_plan(tmp_path / "plan", 4, engine="fsdp2", pipeline_parallel=2, **flags)
+    edit(folder, pipeline__fullest_gpu=gpu)
+    notes = tmp_path / "seen.jsonl"
+    ran = run_ranks(folder, "--rehearse", "--no-probe", "--steps", "1", world=1, first=f"PATH = {str(notes)!r}\n{LOOK}")
+    assert ran.codes == [0], ran.stderr
+    seen = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert len(seen) == 4  # micro batches
+    assert [each["in_flight"] for each in seen[:2]] == [in_flight] * 2
+    assert not any(each["whole"] for each in seen)
+    assert all(each["reduced"] for each in seen)
+    assert all(each["sent"] <= 1 for each in seen)
+    assert (ran.losses[0] > 0) == (gpu == 1)

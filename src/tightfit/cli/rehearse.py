@@ -66,6 +66,7 @@ class Rehearsal:
     model: str
     engine: str
     ranks: int
+    rank: int  # the one that was rehearsed
     device: str  # what it ran on
     cap_bytes: int
     tensor_bytes: int | None  # what of the cap is left for tensors; None: there is no GPU
@@ -214,6 +215,7 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
         model=worker.model,
         engine=worker.engine,
         ranks=worker.ranks,
+        rank=worker.rehearsed_rank,
         device=text("cli.the-cpu") if ready.device is None else ready.device.name,
         cap_bytes=ready.cap_bytes,
         tensor_bytes=ready.tensor_bytes,
@@ -228,7 +230,7 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
 def report(found: Rehearsal) -> dict[str, Any]:
     """The contract with programs. The keys here are promised, further ones may come."""
     figures = {row.key: pick(row, "predicted", "measured") for row in found.rows}
-    told = pick(found, "passed", "verdict", "phase", "error", "model", "engine", "ranks", "device")
+    told = pick(found, "passed", "verdict", "phase", "error", "model", "engine", "ranks", "rank", "device")
     sizes = pick(found, "cap_bytes", "tensor_bytes", "steps")
     pace = None if found.pace is None else pace_report(found.pace)
     return {**told, **sizes, "figures": figures, "pace": pace, **pick(found, "notes", "folder")}
@@ -249,7 +251,8 @@ def draw_rehearsal(console: Console, found: Rehearsal) -> None:
 
 
 def verdict_words(found: Rehearsal) -> str:
-    who = Message("screen.only-rank") if found.ranks == 1 else Message("screen.rank-0", ranks=found.ranks)
+    one = {"rank": found.rank, "ranks": found.ranks}
+    who = Message("screen.only-rank") if found.ranks == 1 else Message("screen.one-rank", **one)
     card = size_words(found.cap_bytes)
     if found.verdict == "out of memory":
         return text("screen.ran-out", who=who, where="" if found.phase is None else WHERE[found.phase], card=card)

@@ -24,8 +24,9 @@ def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | N
         return Message("inputs.groups-are-ours", size=size)
     if levers.stage == 3 and (levers.offload_param != "none" or levers.method == "qlora"):
         return Message("inputs.no-second-copy", size=size)
-    if world is not None and world % size:
-        return Message("inputs.groups-divide", size=size, world=world, sizes=Listing(map(str, divisors(world)), "or"))
+    ranks = None if world is None else world // levers.pipeline_parallel  # that have the same layers
+    if ranks is not None and ranks % size:
+        return Message("inputs.groups-divide", size=size, world=ranks, sizes=Listing(map(str, divisors(ranks)), "or"))
     return None
 
 

@@ -38,7 +38,8 @@ def estimate(
         on_host = {name: Phase(name, parts) for name, parts in host.phases(jobs[0]).items()}
         nvme = host.nvme_bytes(jobs[0]) if levers.stage == 3 else 0
         found.append((*sum_up(phases, on_host, world, hardware, nvme, levers.groups), jobs[0]))
-    on_gpu, of_host, job = max(found, key=lambda each: each[0].required_bytes)
+    on_gpu, _, job = max(found, key=lambda each: each[0].required_bytes)
+    of_host = max([each[1] for each in found], key=lambda each: each.peak_bytes_per_node)
     says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
     if job.row is not None:
         says = (Message("price.fullest-of-row", place=job.row.place + 1, gpus=levers.pipeline_parallel),)

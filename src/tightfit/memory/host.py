@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from tightfit.memory import weights as weights_of
-from tightfit.memory.job import Components, MemoryJob, combine, share, worst
+from tightfit.memory.job import Components, MemoryJob, combine, count_waiting_on_host, share, worst
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
 from tightfit.memory.weights import Weights
 from tightfit.memory.zero3 import shards_of
@@ -59,7 +59,7 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
             paged = eight_bit_states(levers.optimizer, weights.trainable, world).paged
         training.append({"optimizer_states": paged})
     # Compiled layers have buffers of exactly the sizes that they send.
-    waiting = pinned_bytes(job.acts.host_kept, pin=not job.acts.setting.compiled)
+    waiting = pinned_bytes(job.acts.host_kept + count_waiting_on_host(job), pin=not job.acts.setting.compiled)
     steady = combine(process, libraries, *training, {"activations": waiting})
     return {
         "init": combine(process, worst(_initialising(job), _packing(job))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tightfit.memory import weights as weights_of
@@ -91,18 +92,28 @@ def make_jobs(
 
 def count_waiting_bytes(job: MemoryJob, way: Direction) -> int:
     """What a pipeline holds beside the micro batch that passes through a stage: those that wait between their passes,
-    and one that has been received ahead from either side."""
-    if job.row is None or job.stage is None:
+    and what is on its way between GPUs."""
+    if job.stage is None:
         return 0
-    setting, fused = job.acts.setting, job.levers.loss == "fused"
     total = 0
-    for stage, count in zip(job.row.stages, job.stage.waiting[way == "backward"], strict=True):
-        if count:
-            acts = activations_at(job.depth, stage.shape, setting, stage.frozen, fused)
-            kept = acts.kept + acts.shared + acts.head.saved_norm + acts.head.saved_logits
-            total += count * (kept + _count_received_bytes(stage.shape, job.depth, acts))
+    for shape, acts, count in _list_waiting(job, way):
+        kept = acts.kept + acts.shared + acts.head.saved_norm + acts.head.saved_logits
+        total += count * (kept + _count_received_bytes(shape, job.depth, acts))
     own = _count_received_bytes(job.shape, job.depth, job.acts)
-    return total + own + job.acts.stream * ((not job.shape.before) + job.shape.hands_on)
+    return total + own + job.acts.stream * job.stage.waiting[way == "backward"].travelling
+
+
+def count_waiting_on_host(job: MemoryJob) -> int:
+    return sum(count * acts.host_kept for _, acts, count in _list_waiting(job, "backward"))
+
+
+def _list_waiting(job: MemoryJob, way: Direction) -> Iterator[tuple[ModelShape, Activations, int]]:
+    """The stages of the GPU of which micro batches wait, and how many."""
+    if job.row is not None and job.stage is not None:
+        setting, fused = job.acts.setting, job.levers.loss == "fused"
+        for stage, count in zip(job.row.stages, job.stage.waiting[way == "backward"].begun, strict=True):
+            if count:
+                yield stage.shape, activations_at(job.depth, stage.shape, setting, stage.frozen, fused), count
 
 
 def _count_received_bytes(shape: ModelShape, depth: Checkpointing, acts: Activations) -> int:

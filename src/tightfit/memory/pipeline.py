@@ -11,8 +11,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from tightfit.memory.stages import Direction, order_passes, split_layers
+from tightfit.memory.stages import Direction, Pass, order_actions, split_layers
 from tightfit.types import Levers, ModelShape, Tensor
+
+
+class Waiting(NamedTuple):
+    """Beside the micro batch at work."""
+
+    begun: tuple[int, ...]  # of each of the GPU's stages, those that have passed forwards and not yet backwards
+    travelling: int  # hidden states and gradients that were received ahead, or that were sent last
 
 
 class Stage(NamedTuple):
@@ -21,9 +28,7 @@ class Stage(NamedTuple):
     number: int  # from the bottom of the model
     shape: ModelShape
     frozen: int  # of its layers, the lowest so many do not train
-    waiting: tuple[tuple[int, ...], tuple[int, ...]]
-    """In its forward turn, and in its backward turn: the micro batches that are begun and not finished, beside the one
-    at work, of each of the GPU's stages."""
+    waiting: tuple[Waiting, Waiting]  # in its forward turn, and in its backward turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +60,12 @@ def lay_out(shape: ModelShape, levers: Levers) -> tuple[PipelineGpu, ...]:
     key = levers.pipeline_parallel, levers.stages_per_gpu, levers.accumulation
     adapts = levers.method != "full"
     return _lay_out(shape, split_layers(shape, levers), *key, 0 if adapts else levers.frozen_layers)
+
+
+def count_depths(shape: ModelShape, levers: Levers) -> int:
+    """How many layers can recompute: `layers:K` are the lowest K of the model, and in a pipeline those of each stage,
+    since all wait for the slowest."""
+    return shape.n_layers if levers.pipeline_parallel == 1 else max(map(len, split_layers(shape, levers)))
 
 
 @lru_cache(maxsize=256)
@@ -111,21 +122,26 @@ def _join(parts: tuple[ModelShape, ...]) -> ModelShape:
 
 
 @lru_cache(maxsize=1024)
-def count_waiting(
-    gpus: int, stages: int, micro_batches: int, place: int
-) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """For each stage of the GPU at this place: see `Stage.waiting`, when most are. `stages`: of each GPU."""
+def count_waiting(gpus: int, stages: int, micro_batches: int, place: int) -> tuple[tuple[Waiting, Waiting], ...]:
+    """For each stage of the GPU at this place, in its forward turn and in its backward turn, when most wait. `stages`:
+    of each GPU."""
     if stages == 1:
-        ahead = (min(micro_batches, gpus - place) - 1,)
+        ahead = Waiting((min(micro_batches, gpus - place) - 1,), (place > 0) + (place < gpus - 1))
         return ((ahead, ahead),)
-    begun = [0] * stages
-    most: list[dict[Direction, tuple[int, ...]]] = [{} for _ in range(stages)]
-    for each in order_passes(place, gpus, stages, micro_batches):
-        stage = each.stage // gpus
-        if each.direction == "backward":
-            begun[stage] -= 1
-        if sum(begun) >= sum(most[stage].get(each.direction, ())):
-            most[stage][each.direction] = tuple(begun)
-        if each.direction == "forward":
-            begun[stage] += 1
+    few = min(micro_batches, 3 * gpus + micro_batches % gpus)  # the middle of a step is always the same
+    begun, sent, arriving = [0] * stages, set[Direction](), set[Pass]()
+    most: list[dict[Direction, Waiting]] = [{} for _ in range(stages)]
+    for action in order_actions(gpus, stages, few)[place]:
+        this, stage = action.of, action.of.stage // gpus
+        if action.what == "receive":
+            arriving.add(this)
+        elif action.what == "send":
+            sent.add(this.direction)
+        else:
+            arriving.discard(this)
+            begun[stage] -= this.direction == "backward"
+            now, known = Waiting(tuple(begun), len(arriving) + len(sent)), most[stage].get(this.direction)
+            if known is None or (sum(now.begun), now.travelling) >= (sum(known.begun), known.travelling):
+                most[stage][this.direction] = now
+            begun[stage] += this.direction == "forward"
     return tuple((each["forward"], each["backward"]) for each in most)

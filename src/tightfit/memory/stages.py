@@ -102,11 +102,6 @@ def _multiplications(block: Block, sequence: int) -> int:
     return total
 
 
-def find_fullest(shape: ModelShape, levers: Levers) -> int:
-    """The GPU of the row that needs most memory. The first has the embedding, and most micro batches in flight."""
-    return 0
-
-
 def deal_rounds(gpus: int, micro_batches: int) -> list[range]:
     """The micro batches that a GPU with several stages takes through one of them before it turns to the next: as many
     as there are GPUs, or a few more."""

@@ -106,23 +106,25 @@ class Scale:
         self.engine = ENGINES[levers.engine]
         self.jobs = make_jobs(shape, levers, hardware.world, hardware.gpu)
         self.job = self.jobs[0][0]
-        self._steady: dict[Checkpointing | None, Steady] = {}
+        self._steady: dict[Checkpointing | None, list[Steady]] = {}
 
     def totals(self, depth: Checkpointing) -> Totals:
-        """Those of `estimate`."""
-        steady, peak = self.steady(depth), 0
-        for job in chain.from_iterable(self.jobs):
-            passes = engines.passes(at_depth(job, depth))
-            peak = max([peak, *[sum(parts.values()) for parts in passes.values()]])
-        peak = max(steady.step, peak)
-        required = required_bytes(max(peak, steady.init), self.hardware, self.levers.groups)
-        return Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme)
+        """Those of `estimate`: of the fullest GPU."""
+        found = []
+        for jobs, steady in zip(self.jobs, self.steady_of_each(depth), strict=True):
+            passes = [engines.passes(at_depth(job, depth)) for job in jobs]
+            peak = max([steady.step, *[sum(parts.values()) for each in passes for parts in each.values()]])
+            required = required_bytes(max(peak, steady.init), self.hardware, self.levers.groups)
+            found.append(Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme))
+        fullest = max(found, key=lambda each: each.required)
+        return fullest._replace(host=max(each.host for each in found))
 
     @cached_property
     def floor(self) -> Floor | RowFloor:
         job, engine = self.job, self.engine
         if job.row is not None:
-            return RowFloor(list(chain.from_iterable(self.jobs)), self.steady(Checkpointing()).step)
+            steps = [each.step for each in self.steady_of_each(Checkpointing())]
+            return RowFloor(list(chain.from_iterable(self.jobs)), max(steps))
         loss, top = sum(engine.at_the_loss(job).values()), sum(engine.at_the_top(job).values())
         after = max(sum(engine.at_the_end(job).values()), sum(engine.step(job).values()))
         curves = partial(curve_of, self.shape, job.acts.setting, self.levers.frozen_layers)
@@ -132,15 +134,21 @@ class Scale:
         return Floor(loss, top, after, curves, whole.loss * width, whole.top * width, whole.layers)
 
     def steady(self, depth: Checkpointing) -> Steady:
+        """Of each kind the most that any GPU has."""
+        return Steady(*map(max, zip(*self.steady_of_each(depth), strict=True)))
+
+    def steady_of_each(self, depth: Checkpointing) -> list[Steady]:
         key = depth if depth.offload else None
         if key not in self._steady:
-            engine, hardware = self.engine, self.hardware
             jobs = [at_depth(each[0], depth) for each in self.jobs]
-            ranks = min(hardware.world, hardware.gpus_per_node)
-            self._steady[key] = Steady(
-                init=max(sum(engine.initialise(job).values()) for job in jobs),
-                step=max(sum(engines.step(job).values()) for job in jobs),
-                host=max(sum(parts.values()) for job in jobs for parts in host.phases(job).values()) * ranks,
-                nvme=host.nvme_bytes(self.job) * ranks if self.levers.stage == 3 else 0,
-            )
+            ranks = min(self.hardware.world, self.hardware.gpus_per_node)
+            self._steady[key] = [
+                Steady(
+                    init=sum(self.engine.initialise(job).values()),
+                    step=sum(engines.step(job).values()),
+                    host=max([sum(parts.values()) for parts in host.phases(job).values()]) * ranks,
+                    nvme=host.nvme_bytes(job) * ranks if self.levers.stage == 3 else 0,
+                )
+                for job in jobs
+            ]
         return self._steady[key]

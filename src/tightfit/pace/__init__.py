@@ -19,8 +19,10 @@ from __future__ import annotations
 from math import hypot
 
 from tightfit.memory.activations import setting_of
+from tightfit.memory.pipeline import lay_out
 from tightfit.pace import engines
-from tightfit.pace.clock import Clock, KernelChoice
+from tightfit.pace.clock import Clock, KernelChoice, clock_of
+from tightfit.pace.pipeline import RowTime, find_waits
 from tightfit.pace.rates import (
     Rates,
     assumptions,
@@ -34,7 +36,7 @@ from tightfit.pace.warm_up import warm_up_s
 from tightfit.pace.work import exchange_s, passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
-__all__ = ["Clock", "KernelChoice", "pace", "step_seconds"]
+__all__ = ["Clock", "KernelChoice", "clock_of", "pace", "step_seconds"]
 
 LEAST_OPEN = 0.002
 """A rate that leaves less than this share of a step open is not reported."""
@@ -78,6 +80,31 @@ def _causes(
     shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool
 ) -> dict[Cause, float]:
     """Seconds of a step by cause, the longest first."""
+    causes: dict[Cause, float] = {}
+    if levers.pipeline_parallel == 1:
+        entries = _list_causes(shape, levers, hardware, rates, rehearsal=rehearsal)
+    else:
+        row = lay_out(shape, levers)
+        each = [_list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=rehearsal) for gpu in row]
+        steps = [engines.step(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=rehearsal) for gpu in row]
+        times = [
+            RowTime(sum(s for _, s in one), sum(step), gpu.alike)
+            for one, step, gpu in zip(each, steps, row, strict=True)
+        ]
+        waits = find_waits(shape, levers, hardware, rates, times)
+        entries = each[waits.slowest]
+        if not rehearsal:
+            entries += [("communication", waits.handed_s), ("pipeline bubble", waits.bubble_s)]
+    for cause, seconds in entries:
+        if seconds > 0:
+            causes[cause] = causes.get(cause, 0.0) + seconds
+    return dict(sorted(causes.items(), key=lambda item: -item[1]))
+
+
+def _list_causes(
+    shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool
+) -> list[tuple[Cause, float]]:
+    """Of a GPU with all layers, or with its part of them."""
     again = levers.checkpointing.layers
     recomputing = shape.n_layers if again is None else again
     rates = with_exchange(rates, hardware, levers, rehearsal=rehearsal)
@@ -93,7 +120,7 @@ def _causes(
     collectives, host_link = traffic.waiting(busy, traffic.gathered)
     collectives_back, host_link_back = traffic.waiting_back(max(gpu_back, host_back), times)
     # What the GPU waits for launches is launch overhead.
-    entries: list[tuple[Cause, float]] = [
+    return [
         ("arithmetic", times * passes.products),
         ("communication", times * 2 * exchanged),
         ("memory traffic", times * (passes.traffic + traffic.copied - exchanged)),
@@ -117,8 +144,3 @@ def _causes(
         ("host link", step.link),
         ("communication", traffic.updated),
     ]
-    causes: dict[Cause, float] = {}
-    for cause, seconds in entries:
-        if seconds > 0:
-            causes[cause] = causes.get(cause, 0.0) + seconds
-    return dict(sorted(causes.items(), key=lambda item: -item[1]))

@@ -12,8 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tightfit.memory.activations import curve_of, setting_of
+from tightfit.memory.pipeline import count_depths, lay_out
 from tightfit.pace import engines
 from tightfit.pace.engines import PassTimes, Traffic
+from tightfit.pace.pipeline import RowTime, find_waits
 from tightfit.pace.rates import rates_of, with_exchange
 from tightfit.pace.work import ELEMENTWISE, Again, frozen_of, layer_time, least_products_s, passes_of, recompute_time
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
@@ -152,6 +154,34 @@ class Clock:
             found.idle.append(0.0 if gpu > behind else behind - gpu)
         self._back[key] = found
         return found
+
+
+class RowClock:
+    """The same of a pipeline, each of whose GPUs has a clock of its own."""
+
+    def __init__(self, shape: ModelShape, strategy: Levers, hardware: Hardware) -> None:
+        self.shape, self.hardware, self.row = shape, hardware, lay_out(shape, strategy)
+        self.clocks = [Clock(gpu.shape, gpu.levers(strategy), hardware) for gpu in self.row]
+
+    def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
+        """By how many layers of each stage recompute, from none to all of the longest."""
+        each = [
+            clock.times(replace(rest, frozen_layers=gpu.frozen), choice)
+            for gpu, clock in zip(self.row, self.clocks, strict=True)
+        ]
+        found = []
+        for depth in range(count_depths(self.shape, rest) + 1):
+            times = [
+                RowTime(own[gpu.count_recomputing(depth)], clock.step_s, gpu.alike)
+                for own, clock, gpu in zip(each, self.clocks, self.row, strict=True)
+            ]
+            waits = find_waits(self.shape, choice.over(rest), self.hardware, self.clocks[0].rates, times)
+            found.append(waits.sum(times))
+        return found
+
+
+def clock_of(shape: ModelShape, strategy: Levers, hardware: Hardware) -> Clock | RowClock:
+    return (Clock if strategy.pipeline_parallel == 1 else RowClock)(shape, strategy, hardware)
 
 
 def _computing_key(rest: Levers, choice: KernelChoice) -> Computed:

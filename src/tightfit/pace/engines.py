@@ -207,9 +207,11 @@ def _count_experts(shape: ModelShape, first: int = 0) -> int:
 
 def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> Traffic:
     weights = weights_of.of(shape, levers)
-    world, trained = hardware.world, weights.trainable_numel * weights.trainable_width
+    # of a pipeline those ranks that have the same layers, which are neighbours
+    world = hardware.world // levers.pipeline_parallel
+    trained = weights.trainable_numel * weights.trainable_width
     sharded = levers.shards_parameters
-    link = _Links(hardware, rates, rehearsal)
+    link = _Links(hardware, rates, rehearsal, world)
     within, tensor = levers.shard_within or world, levers.tensor_parallel
     near = _Links(hardware, rates, rehearsal, within)
     # Of ranks that share layers each is in a ring of its own with those that have the same part of them. What they use
@@ -229,7 +231,8 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     gather_s = constants.GATHER_S + (constants.FETCH_FROM_HOST_S if levers.offload_param != "none" else 0.0)
     if levers.is_fsdp2:
         groups = 1 if tensor == 1 else 2  # of a layer: what ranks have of it, and what they use whole
-        gathers, gather_s = groups * shape.n_layers + (0 if shape.tied else 2), constants.SHARD_GROUP_S
+        ends = 0 if shape.tied else bool(shape.before) + bool(shape.after)
+        gathers, gather_s = groups * shape.n_layers + ends, constants.SHARD_GROUP_S
         if shared:
             gathers += sum([isinstance(shape.blocks[kind].mlp, Moe) for kind in shape.pattern])
         laid_out = weights.bytes + (outside - outside // tensor - foreign) * weights.width
@@ -260,13 +263,13 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     overlaps = levers.is_fsdp2
     if levers.stage not in (None, 0):
         overlaps = levers.stage == 3 if levers.buckets.overlap_comm is None else levers.buckets.overlap_comm
-    fetched = whole // levers.shards(world) if levers.offload_param != "none" else 0
+    fetched = whole // levers.shards(hardware.world) if levers.offload_param != "none" else 0
     to_host = 0.0
     if levers.offload_optimizer != "none":
         # Each rank's share of the gradients, in fp32.
         own = -(-len(weights.trainable) // world) if levers.engine in ("zero1", "zero2") else len(weights.trainable)
         copies = own * launch * constants.OFFLOADED_GRADIENT_S[levers.engine]
-        to_host = link.host(FP32 * weights.trainable_numel // levers.shards(world)) + copies
+        to_host = link.host(FP32 * weights.trainable_numel // levers.shards(hardware.world)) + copies
     host, again = gathers * launch * gather_s, levers.checkpointing.layers
     waits = link.host(activations(shape, levers, hardware.gpu).host_kept) if levers.checkpointing.offload else 0.0
     is_beside = levers.compile == "layers"

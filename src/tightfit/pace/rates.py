@@ -318,6 +318,15 @@ def with_exchange(rates: Rates, hardware: Hardware, levers: Levers, *, rehearsal
     return rates._replace(card=rates.card._replace(**speeds))
 
 
+def hand_over_s(rates: Rates, hardware: Hardware, gpus: int, size: int) -> float:
+    """Seconds in which a GPU of a row of so many hands this much on to the next. Where nodes are several, some of it
+    crosses from one to another, with that of all GPUs there which do the same."""
+    beside = hardware.world // gpus
+    if hardware.nodes == 1:
+        return size / rates.link + rates.link_latency_s
+    return size * min(beside, hardware.gpus_per_node) / rates.network + rates.network_latency_s
+
+
 def rates_of(hardware: Hardware, precision: Precision, *, rehearsal: bool = False) -> Rates:
     """`rehearsal`: one rank alone poses as one of many, and shares the host with nobody."""
     return know_rates(hardware, precision, rehearsal=rehearsal).rates

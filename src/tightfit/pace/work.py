@@ -401,7 +401,7 @@ def _scan(block: Block, setting: Setting, card: Card) -> tuple[float, float, flo
 
 @lru_cache(maxsize=2048)
 def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trains_head: bool) -> LayerTime:
-    """Embedding, final norm, head and loss."""
+    """Embedding, final norm, head and loss, as far as the shape has them."""
     tokens, vocab, hidden, width = setting.tokens, shape.vocab_size, shape.hidden_size, setting.width
     once = _product(tokens, vocab, hidden, width, card)
     logits = tokens * vocab
@@ -411,7 +411,11 @@ def head_time(shape: ModelShape, setting: Setting, card: Card, fused: bool, trai
     forward = logits * (upcast / card.casting + 2 * FP32 / card.softmax) + capped
     back = logits * ((FP32 + upcast) / card.memory + 3 * FP32 / card.reducing) + capped
     trains = setting.trains_base or setting.trains_embedding
-    embedding = vocab * hidden * width / card.memory if trains else 0.0  # a gradient of zeros, filled by token
+    # a gradient of zeros, filled by token
+    embedding = vocab * hidden * width / card.memory if trains and shape.before else 0.0
+    if shape.hands_on:
+        host = constants.OPERATION_S if shape.before else 0.0
+        return LayerTime(0.0, 0.0, 0.0, embedding, 0.0, host, host, modules=len(shape.before))
     products_back = once * (2 if trains_head else 1)
     launches = constants.HEAD_OPERATIONS * constants.OPERATION_S
     if fused:

@@ -24,7 +24,7 @@ from tightfit.planner.certainty import choose
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.saving import is_open, settle_saving
-from tightfit.planner.search import SearchResult, search, search_strategy
+from tightfit.planner.search import SearchResult, list_strategies, search, search_strategy
 from tightfit.planner.tiers import STANDS_IN, TIERS, Tier, apply_tier, by_memory, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.priced import GIB, amounts, strategy_name
@@ -169,7 +169,7 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
         batch = base.micro_batch * base.accumulation * ranks
     elif not batch:
         least = base.micro_batch if "micro_batch" in fixed else base.accumulation if "accumulation" in fixed else 1
-        batch = ranks * least * -(-SEQUENCES_A_GPU // least)
+        batch = ranks * least * -(-SEQUENCES_A_GPU * base.pipeline_parallel // least)
     question = Question(
         shape=shape,
         base=base,
@@ -200,6 +200,8 @@ def _check_batch(question: Question) -> None:
     steps = ranks * prod(flags.values())
     both = {"micro_batch", "accumulation"} <= question.pinned
     if batch % steps == 0 and (not both or batch == steps):
+        return
+    if batch < ranks and not flags and list_strategies(question):  # with which several GPUs have a sequence together
         return
     below = batch // steps * steps
     shared = base.ranks_per_sample if base.ranks_per_sample > 1 else None

@@ -145,7 +145,8 @@ def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int
         may = not size or find_group_obstacle(levers, hardware.world) is None
         return [0 if size == hardware.world else size] if may else []
     node = replace(levers, shard_within=hardware.gpus_per_node)
-    can_split = hardware.nodes > 1 < hardware.gpus_per_node and find_group_obstacle(node, hardware.world) is None
+    has_several = hardware.world // levers.pipeline_parallel > hardware.gpus_per_node > 1
+    can_split = has_several and find_group_obstacle(node, hardware.world) is None
     return [0, hardware.gpus_per_node] if can_split else [0]
 
 
@@ -275,9 +276,10 @@ def _list_depths(
         return [levers]
     asked = "checkpointing" in pinned
     can_send = levers.compile == "layers" and levers.trainer == "tightfit" and hardware.gpu.vendor != "cpu"
+    can_send = can_send and levers.pipeline_parallel == 1  # what several micro batches keep would wait there at once
     found = [] if asked else [Checkpointing(layers=None)]
-    # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
-    if asked or (tries_parts and levers.stage != 3):
+    # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again. Shared layers have no parts.
+    if asked or (tries_parts and levers.stage != 3 and levers.tensor_parallel == 1):
         for parts in selections(shape, levers, hardware):
             found.append(Checkpointing(layers=None, select=parts))
             is_worth_sending = asked or len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}

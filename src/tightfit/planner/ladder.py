@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from tightfit.inputs.flags import BARE
 from tightfit.memory import Scale
+from tightfit.memory.pipeline import count_depths
 from tightfit.planner.candidates import Corner, complexity
 from tightfit.planner.question import Question, Weight, floor_excess, least_weight, weight_of
 from tightfit.types import Checkpointing, Levers
@@ -57,7 +58,7 @@ class Ladder:
         self.depths: tuple[int, ...] = (0,)
         self.deepest = FULL
         if corner.searched:
-            self.depths = corner.depths(question.shape.n_layers, partial=question.partial)
+            self.depths = corner.depths(count_depths(question.shape, corner.rest), partial=question.partial)
             self.deepest = corner.rest.checkpointing
         if corner.searched and self.deepest.offload and (room := question.hardware.host_ram_bytes) is not None:
             # What more layers send the host cannot hold.
@@ -121,7 +122,7 @@ class Ladder:
     @property
     def _offloads(self) -> bool:
         """After all layers recompute, their inputs may wait on the host."""
-        whole = self.corner.searched and self.corner.is_whole
+        whole = self.corner.searched and self.corner.is_whole and self.corner.rest.pipeline_parallel == 1
         return whole and self.question.trainer.offloads_inputs(self.corner.rest.engine)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import NamedTuple
 
+from tightfit.inputs.layouts import divisors
 from tightfit.memory import Scale, Totals, estimate, required_bytes, totals_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
 from tightfit.planner.calibration import Calibration, Correction, Place, correct, phase_bytes
@@ -75,9 +76,19 @@ class Question:
         return replace(self, base=replace(self.base, compile="off"), pinned=self.pinned | {"compile"})
 
     def splits_over(self, hardware: Hardware) -> bool:
-        """Whether these GPUs, or groups that read the same samples, have as many sequences of the batch each."""
+        """Whether these GPUs, or groups that read the same samples, have as many sequences of the batch each; groups
+        may be chosen, where it has fewer sequences than there are GPUs."""
         groups, left = divmod(hardware.world, self.base.ranks_per_sample)
-        return not left and self.effective_batch % groups == 0
+        if left or self.effective_batch % groups == 0:
+            return not left
+        return self.effective_batch < groups and bool(self.sharing_sizes(hardware))
+
+    def sharing_sizes(self, hardware: Hardware) -> list[int]:
+        """How many neighbours in a node may read the same samples, so that the batch can be shared evenly."""
+        if self.base.ranks_per_sample > 1:
+            return []
+        sizes = divisors(hardware.gpus_per_node)
+        return [size for size in sizes if self.effective_batch % (hardware.world // size) == 0]
 
     @property
     def gpu_limit_bytes(self) -> int:

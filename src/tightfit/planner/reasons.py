@@ -14,6 +14,8 @@ from tightfit.inputs.flags import LEVERS, checkpointing_word, flags_from_levers
 from tightfit.job import Job
 from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.memory.pipeline import count_depths
+from tightfit.memory.stages import split_layers
 from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.pace import step_seconds
 from tightfit.pace.rates import GROUPS
@@ -98,6 +100,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     share = (card - need) / card
     free = Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
     said: list[Said] = [free, *explain_calibration(way), *explain_taught(way)]
+    said += _of_row(way)
     said += _of_recomputation(question, way)
     said += _of_speed(question, way)
     if way.levers.loss == "fused" and "loss" not in question.pinned:
@@ -108,6 +111,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
         said.append(Message("plan.flash-windows"))
     if way.world < question.hardware.world:
         said.append(Message("plan.fewer-gpus", used=way.world, all=question.hardware.world))
+    said += _of_sharing(question, way)
     largest = next(iter(way.pace.causes), None)
     if largest is not None and way.is_paced:
         share = way.pace.causes[largest] / way.pace.step_s
@@ -115,8 +119,32 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     return tuple(said)
 
 
+def _of_sharing(question: Question, way: Way) -> Iterator[Message]:
+    """Why GPUs read the same sequences, where nobody asked for that."""
+    levers = way.levers
+    if levers.row_parts == question.base.row_parts:
+        return
+    if way.effective_batch < way.world:
+        yield Message("plan.fewer-sequences", batch=way.effective_batch, gpus=way.world, shared=levers.ranks_per_sample)
+    if levers.tensor_parallel > 1:
+        yield Message("plan.layers-in-parts", size=levers.tensor_parallel)
+
+
+def _of_row(way: Way) -> Iterator[Message]:
+    """Which layers the GPUs of a pipeline have, which of them is the fullest, and what they wait."""
+    gpus, fullest = way.levers.pipeline_parallel, way.footprint.pipeline_gpu
+    if fullest is None:
+        return
+    counts = list(map(len, split_layers(way.shape, way.levers)))
+    each = Listing([str(sum(counts[place::gpus])) for place in range(gpus)], "and")
+    yield Message("plan.row-of-gpus", gpus=gpus, layers=each, place=fullest + 1)
+    if way.is_paced:
+        share = way.pace.causes.get("pipeline bubble", 0.0) / way.pace.step_s
+        yield Message("plan.row-waits", share=share, count=way.levers.accumulation)
+
+
 def _of_recomputation(question: Question, way: Way) -> Iterator[Message]:
-    again, total = way.levers.checkpointing, question.shape.n_layers
+    again, total = way.levers.checkpointing, count_depths(question.shape, way.levers)
     depth = total if again.layers is None else again.layers
     if not is_searched(question.base, question.pinned):
         return
@@ -132,7 +160,9 @@ def _of_recomputation(question: Question, way: Way) -> Iterator[Message]:
         fewer = replace(way.levers, checkpointing=replace(again, layers=depth - 1))
         need = weigh(replace(question, shape=way.shape, hardware=way.hardware), fewer).gpu.required_bytes
         numbers = {"depth": depth, "total": total, "fewer": depth - 1, "need": amounts(need)[0]}
-        yield Message("plan.some-layers-recompute", where=where, **numbers)
+        of_each = way.levers.pipeline_parallel > 1
+        said = "plan.some-of-each-stage-recompute" if of_each else "plan.some-layers-recompute"
+        yield Message(said, where=where, **numbers)
     elif depth == 0:
         yield Message("plan.no-layer-recomputes")
 

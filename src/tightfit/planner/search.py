@@ -13,20 +13,31 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import inf
 
-from tightfit.inputs.layouts import divisors, find_sharing_obstacle
-from tightfit.pace import Clock, pace, step_seconds
+from tightfit.inputs.flags import BARE
+from tightfit.inputs.layouts import check_layout, divisors, find_pipeline_obstacle
+from tightfit.memory.operations import FP32
+from tightfit.memory.pipeline import count_depths
+from tightfit.memory.weights import WIDTH
+from tightfit.pace import Clock, clock_of, pace, step_seconds
 from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
-from tightfit.types import DDP, Buckets, Checkpointing, Levers
+from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers
 
+WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
+MOST_ROWS = 2  # pipelines to search, of those that seem fastest
+PIPELINE = ("pipeline_parallel", "stages_per_gpu", "shard_within")
 LONG_TOKENS = 16_384  # of a sequence that is worth cutting: its activations outweigh what a node sends for it
+MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
+GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
 
@@ -70,6 +81,9 @@ def search(question: Question, *, nearest: bool = True) -> SearchResult:
         if attempt.best is not None and (best is None or rank(attempt.best) < rank(best)):
             best = attempt.best
             found.ways.append(best)
+    for levers in _pipelines(question, found):
+        most_s = inf if found.best is None else found.best.pace.step_s
+        _search_strategy(question, levers, found, most_s, nearest=False)
     return found
 
 
@@ -87,7 +101,7 @@ def something_fits(question: Question) -> bool:
 
 def fits_at_all(question: Question) -> bool:
     """The same for all GPUs and no fewer."""
-    for levers in _strategies(question):
+    for levers in list_strategies(question):
         ladders = [Ladder(question, corner, set()) for corner in frugal(_corners(question, levers))]
         if _can_fit([ladder for ladder in ladders if ladder.may_fit()]):
             return True
@@ -115,33 +129,95 @@ def _smaller(question: Question) -> Iterator[Question]:
 def _is_slower(question: Question, most_s: float) -> bool:
     """Whether the GPU's own work on its share of the batch takes longer than this, with nothing recomputed and nobody
     to wait for. Most often the arithmetic alone does."""
+    if question.effective_batch < question.hardware.world // question.base.ranks_per_sample:
+        return False  # several GPUs have a sequence together
     levers = replace(question.base, engine=DDP, offload_optimizer="none", offload_param="none")
+    if levers.pipeline_parallel > 1:
+        return False
     clock = Clock(question.shape, levers, replace(question.hardware, nodes=1, gpus_per_node=1))
     if clock.least_s(question.effective_batch // question.hardware.world) > most_s:
         return True
     return all(clock.own_s(corner.rest, corner.choice) > most_s for corner in _corners(question, levers))
 
 
-def _strategies(question: Question) -> list[Levers]:
+def list_strategies(question: Question) -> list[Levers]:
     def can_start(levers: Levers) -> bool:
         known = question.engines is None or levers.engine in question.engines
-        return known and question.trainer.starts(levers.engine, levers, question.hardware)
+        return (
+            known
+            and _can_lie_so(question, levers)
+            and question.trainer.starts(levers.engine, levers, question.hardware)
+        )
 
     ways = filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))
-    return [way for levers in ways for way in _share_sequences(question, levers)]
+    return [way for levers in ways for way in _share(question, levers)]
 
 
-def _share_sequences(question: Question, levers: Levers) -> list[Levers]:
-    """With a GPU for each sequence and, where these are long, with several, as many as one node has at most."""
-    hardware, found = question.hardware, [levers]
-    if "sequence_parallel" in question.pinned or levers.sequence < LONG_TOKENS:
-        return found
-    for size in divisors(hardware.gpus_per_node):
-        shared = replace(levers, sequence_parallel=size)
-        has_batch = question.effective_batch % shared.data_ranks(hardware.world) == 0
-        if has_batch and find_sharing_obstacle(shared, question.shape, hardware.world) is None:
-            found.append(shared)
-    return found
+def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
+    """The rows of GPUs that may be faster than what was found: tried where ranks wait for the weights and gradients of
+    each other, as over a slow network between nodes, of which a row takes hidden states alone. Most rows show that they
+    are slower with the kernels and the micro batch of the fastest FSDP2, though nothing recomputes."""
+    plain = [way for way in found.ways if way.levers.is_fsdp2 and way.levers.ranks_per_sample == 1]
+    sharded = [way for way in plain if way.levers.offload_param == "none"]
+    reference = min(sharded, key=lambda way: way.pace.step_s, default=None)
+    if (
+        reference is None
+        or found.best is None
+        or not question.ours
+        or {*READ_TOGETHER, "expert_parallel"} & question.pinned
+    ):
+        return []
+    if reference.pace.causes.get("communication", 0.0) < WAITING_SHARE * reference.pace.step_s:
+        return []
+    hardware, like, rows = question.hardware, reference.levers, list[tuple[float, int, Levers]]()
+    base = replace(question.base, engine=FSDP2, offload_optimizer="none", offload_param="none")
+    sizes = sorted({*divisors(hardware.nodes), *divisors(hardware.gpus_per_node)})
+    for size, stages, within in product(sizes, (1, 2), {0, like.shard_within}):
+        levers = replace(base, pipeline_parallel=size, stages_per_gpu=stages, shard_within=within)
+        ranks = levers.data_ranks(hardware.world)
+        has_groups = not within or (within < ranks and ranks % within == 0)
+        share, left = divmod(question.effective_batch, ranks)
+        if left or not has_groups or find_pipeline_obstacle(levers, question.shape, hardware.world) is not None:
+            continue
+        for micro in {1, like.micro_batch}:
+            if share % micro == 0 and share // micro >= size:
+                first = replace(like, **{name: getattr(levers, name) for name in PIPELINE}, checkpointing=BARE)
+                first = replace(first, micro_batch=micro, accumulation=share // micro)
+                rows.append((step_seconds(question.shape, first, hardware), len(rows), levers))
+    most_s = found.best.pace.step_s
+    return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:MOST_ROWS]
+
+
+def _share(question: Question, levers: Levers) -> list[Levers]:
+    """With a GPU for each sequence, and with several, as many as one node has at most.
+
+    They share the tokens where sequences are long, and where a batch has fewer sequences than there are GPUs; then as
+    few of them as will do. They share the layers in these cases too, on very many GPUs, and where layers are too large
+    to be gathered whole: that sends more, but of the weights each has a part alone."""
+    hardware, shared = question.hardware, list[Levers]()
+    sizes = question.sharing_sizes(hardware) if levers.ranks_per_sample == 1 else []
+    is_lacking = question.effective_batch % levers.data_ranks(hardware.world) > 0
+    is_long, found = levers.sequence >= LONG_TOKENS, [] if is_lacking else [levers]
+    if "sequence_parallel" not in question.pinned and (is_long or is_lacking):
+        shared += [replace(levers, sequence_parallel=size) for size in (sizes if is_long else sizes[:1])]
+    may_pay = is_long or is_lacking or hardware.world >= MANY_GPUS or _gathers_much(question, levers)
+    if "tensor_parallel" not in question.pinned and levers.is_fsdp2 and may_pay:
+        shared += [replace(levers, tensor_parallel=size) for size in sizes]
+    return [*found, *(way for way in shared if _can_lie_so(question, way))]
+
+
+def _gathers_much(question: Question, levers: Levers) -> bool:
+    """Three times a layer's weights (those at work, what travels, what comes next), and its gradients in fp32."""
+    largest = max([sum([tensor.numel for tensor in block.tensors]) for block in question.shape.blocks])
+    each = 3 * WIDTH[levers.precision] + (FP32 if levers.trains_base else 0)
+    return largest * each > GATHERED_SHARE * question.hardware.gpu.memory_bytes
+
+
+def _can_lie_so(question: Question, levers: Levers) -> bool:
+    with suppress(ConfigError):
+        check_layout(levers, question.shape, question.hardware.world)
+        return True
+    return False
 
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
@@ -152,17 +228,18 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
     """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
     interest."""
-    for levers in _strategies(question):
+    for levers in list_strategies(question):
         _search_strategy(question, levers, found, most_s, nearest=nearest)
 
 
 def _search_strategy(question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool) -> None:
     race: list[Runner] = []
-    clock = Clock(question.shape, levers, question.hardware)
+    clock = clock_of(question.shape, levers, question.hardware)
+    deepest = count_depths(question.shape, levers)
     for corner in _corners(question, levers):
         if corner.searched:
             every = clock.times(corner.rest, corner.choice)
-            times = [every[layers] for layers in corner.depths(question.shape.n_layers, partial=question.partial)]
+            times = [every[layers] for layers in corner.depths(deepest, partial=question.partial)]
         else:
             times = [step_seconds(question.shape, corner.levers, question.hardware)]
         found.timed.update(times)

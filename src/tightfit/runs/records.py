@@ -326,6 +326,12 @@ class WorkerFile:
     tokens_per_s: float | None
     logging_steps: int | None = None  # steps between two lines of the log; None: time decides
     gpu_memory_bytes: int | None = None
+    pipeline_gpus: int = 1  # in each row
+    fullest_gpu: int = 0  # of a row: the one that is rehearsed
+
+    @property
+    def rehearsed_rank(self) -> int:
+        return self.fullest_gpu * (self.ranks // self.pipeline_gpus)
 
     @property
     def ranks(self) -> int:
@@ -369,9 +375,12 @@ def worker_file(text: str, where: str) -> WorkerFile:
             "host_bytes_per_node": predicted["host"]["peak_bytes_per_node"],
             **{name: predicted[name] for name in ("step_s", "tokens_per_s")},
             "logging_steps": tree.get("logging_steps"),
+            "pipeline_gpus": levers.get("pipeline_parallel", 1),
+            "fullest_gpu": (tree.get("pipeline") or {}).get("fullest_gpu", 0),
         }
         found = replace(as_record(said, WorkerFile), gpu_memory_bytes=card)
-        at_least_one = (found.nodes, found.gpus_per_node, 1 if found.logging_steps is None else found.logging_steps)
+        logging = 1 if found.logging_steps is None else found.logging_steps
+        at_least_one = (found.nodes, found.gpus_per_node, found.pipeline_gpus, logging)
         sizes = (found.required_bytes, found.peak_bytes, found.host_bytes_per_node)
         pace = (found.step_s or 0.0, found.tokens_per_s or 0.0)
         if min(at_least_one) < 1 or min(*sizes, *pace) < 0:

@@ -272,7 +272,7 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
     over = "!" if ram is not None and host > ram else ""
     return {
         "": mark,
-        "engine": f"{ENGINES[levers.engine]}{f' ÷{levers.shard_within}' if levers.shard_within else ''}",
+        "engine": f"{ENGINES[levers.engine]}{_layout(levers)}",
         "offload": _offload(levers),
         "checkpoint": _depth(levers.checkpointing),
         "batch": f"{levers.micro_batch}{_parts(levers)} × {levers.accumulation}",
@@ -284,6 +284,13 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
         "free": f"{100 * way.gpu_spare_bytes / way.hardware.gpu.memory_bytes:.0f} %",
         "lacks": "+".join(lacking_bytes(way)),
     }
+
+
+def _layout(levers: Levers) -> str:
+    """Groups with a copy of the weights each, GPUs that share layers, and pipelines, by their size."""
+    groups = f" ÷{levers.shard_within}" if levers.shard_within else ""
+    shared = f" TP{levers.tensor_parallel}" if levers.tensor_parallel > 1 else ""
+    return groups + shared + (f" »{levers.pipeline_parallel}" if levers.pipeline_parallel > 1 else "")
 
 
 def _parts(levers: Levers) -> str:
@@ -316,9 +323,13 @@ def _draw_legend(
     parts += [*more, text("screen.card-line" if "GPU" in columns else "screen.card-gib", size=size)]
     if "batch" in columns:
         parts.append(text("screen.batch-note"))
+    if any(way.levers.pipeline_parallel > 1 for _, way in rows):
+        parts.append(text("screen.row-note"))
     places = {"opt": "screen.opt-note", "all": "screen.all-note", "NVMe+CPU": "screen.both-note"}
     offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
     parts += [text(word) for key, word in places.items() if key in offloads]
+    if any(way.levers.tensor_parallel > 1 for _, way in rows):
+        parts.append(text("screen.tensor-note"))
     if "host" in columns:
         parts.append(text("screen.host-note"))
         if ram is not None and any(way.footprint.host.peak_bytes_per_node > ram for _, way in rows):

@@ -110,8 +110,10 @@ class Windows:
 
     def _on_host(self, indices: Any, unheard: Any = None) -> dict[str, Tensor]:
         """With `position_ids` where a row holds more than one document: see `documents.py`."""
-        # Compiled code is made for each length that it meets.
+        # Compiled code is made for each length that it meets. All stages of a pipeline have to agree on it.
         is_compiled = self._compiler is not None and self._compiler.is_at_work
+        if self._levers.pipeline_parallel > 1:
+            is_compiled = self._levers.compile == "layers"
         longest = int(self.samples.lengths[indices].max()) if is_compiled else 0
         width = fix_width(longest, self.samples.sequence) if longest else None
         made = batch(self.samples, indices, self._pad, pad_to=width, parts=self._levers.row_parts)

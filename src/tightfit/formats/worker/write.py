@@ -18,7 +18,7 @@ from tightfit.formats.worker.read import SCHEMA
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.job import Job, Saving
 from tightfit.job.file import timeout_s
-from tightfit.memory.stages import find_fullest, split_layers
+from tightfit.memory.stages import split_layers
 from tightfit.messages import Message, text
 from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import PRESETS, checkpoint_of
@@ -211,7 +211,7 @@ def _pipeline(way: Way) -> dict[str, Any] | None:
     if way.levers.pipeline_parallel == 1:
         return None
     stages = [[each.start, each.stop] for each in split_layers(way.shape, way.levers)]
-    return {"stages": stages, "fullest_gpu": find_fullest(way.shape, way.levers)}
+    return {"stages": stages, "fullest_gpu": way.footprint.pipeline_gpu}
 
 
 def _milestones(way: Way) -> dict[str, int]:

@@ -12,7 +12,7 @@ gradients are added up after each window. It is counted in the norm, and saved, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,19 +206,14 @@ class Pipeline(Fsdp2):
 
     # --- a step -------------------------------------------------------------------------------
 
-    def step(self, learning_rate: float) -> Launched:
-        optimizers.set_rate(self._optimizer, learning_rate)
-        self._scaler.unscale_(self._optimizer)
+    def _launch(self, grads: list[Tensor], reduce: Callable[[Tensor], Any] | None = None, copies: int = 0) -> Launched:
         if self._scaler.is_enabled():  # an overflow in one stage is one of all
             for found in self._scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"].values():
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=self._row)
-        grads = self._optimizer.grads()
-        copies = 0
         if self._gpu and self._tied is not None:
             own = optimizers.part_of(self._tied.grad)
-            grads = [*(each for each in grads if each is not own), own]
-            copies = 1
-        return self._launch(grads, None if self._place.is_alone else self._add_up, copies)
+            grads, copies = [*(each for each in grads if each is not own), own], 1
+        return super()._launch(grads, reduce, copies)
 
     def _add_up(self, norm: Tensor) -> None:
         super()._add_up(norm)

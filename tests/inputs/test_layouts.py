@@ -1,0 +1,40 @@
+"""GPUs that cannot work together as they were told to: one sentence, which names what would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tightfit.inputs.flags import levers_from_flags
+from tightfit.inputs.layouts import check_layout
+from tightfit.model.load import load_model
+from tightfit.types import ConfigError, Levers
+
+ROW = {"pipeline_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "why", "fix"),
+    [
+        ({"pipeline_parallel": 5}, "inputs.layout-sizes", "use 2, 4 or 8"),
+        ({"pipeline_parallel": 8, "stages_per_gpu": 8}, "inputs.layout-sizes", "use 2, 3 or 4"),
+        ({"pipeline_parallel": 3}, "inputs.layout-sizes", "use 2, 4 or 8"),
+        ({**ROW, "engine": "zero2"}, "inputs.layout-needs-engine", "needs --engine fsdp2"),
+        ({**ROW, "sequence_parallel": 2}, "inputs.layouts-apart", "choose one of them"),
+        ({**ROW, "frozen_layers": 4}, "inputs.layouts-apart", "choose one of them"),
+        ({"stages_per_gpu": 2}, "inputs.stages-without-pipeline", "add --pipeline-parallel N"),
+    ],
+)
+def test_a_row_that_cannot_be(flags: dict[str, Any], why: str, fix: str) -> None:
+    shape = load_model("llama-3.1-8b")
+    with pytest.raises(ConfigError) as raised:
+        check_layout(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)
+    assert raised.value.said.id == why
+    assert str(raised.value.said).endswith(fix)
+
+
+def test_a_row_that_can() -> None:
+    shape = load_model("llama-3.1-8b")
+    for flags in ({**ROW}, {**ROW, "stages_per_gpu": 4}, {"pipeline_parallel": 8}, {**ROW, "shard_within": 2}):
+        check_layout(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)

@@ -1,0 +1,166 @@
+"""GPUs in a row, each with some of the layers: what the fullest holds, what they wait for, where a plan takes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tightfit import memory
+from tightfit.hardware.named import read_hardware
+from tightfit.hardware.words import connect
+from tightfit.inputs.flags import levers_from_flags
+from tightfit.job.file import job_from_flags
+from tightfit.memory import Scale
+from tightfit.memory.pipeline import count_depths, lay_out
+from tightfit.model.load import shape_from_config
+from tightfit.pace import KernelChoice, clock_of, pace, step_seconds
+from tightfit.planner import plan
+from tightfit.types import Checkpointing, ConfigError, Hardware, Levers
+
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "vocab_size": 128_256, "num_hidden_layers": 32,
+         "tie_word_embeddings": False}  # fmt: skip
+SHAPE = shape_from_config(LLAMA, "llama-8b")
+TIED = shape_from_config({**LLAMA, "tie_word_embeddings": True}, "llama-8b-tied")
+ROWS = [(2, 1), (4, 1), (8, 1), (4, 2)]
+
+
+def levers(gpus: int = 1, stages: int = 1, **flags: Any) -> Levers:
+    row = {"pipeline_parallel": gpus, "stages_per_gpu": stages}
+    return levers_from_flags({"engine": "fsdp2", "seq": 4096, "accum": 16, **row, **flags}, SHAPE)
+
+
+def nodes(count: int, network: str = "100Gb") -> Hardware:
+    return connect(read_hardware(f"{count}x8xA100-80GB"), network, None)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def test_micro_batches_that_wait_keep_their_activations() -> None:
+    """The first of four GPUs has a quarter of the layers and four micro batches in hand: as much as one has of all."""
+    whole = memory.estimate(SHAPE, levers(checkpointing="none"), 8).gpu.phases["forward"].components["activations"]
+    row = memory.estimate(SHAPE, levers(4, checkpointing="none"), 8)
+    assert row.pipeline_gpu == 0
+    assert row.gpu.phases["forward"].components["activations"] == pytest.approx(whole, rel=0.1)
+    fewer = memory.estimate(SHAPE, levers(4, checkpointing="none", accum=1), 8).gpu.phases["forward"].components
+    assert fewer["activations"] < whole / 3
+
+
+def test_interleaved_stages_have_more_in_hand() -> None:
+    one, two = (memory.estimate(SHAPE, levers(4, stages, checkpointing="none"), 8).gpu for stages in (1, 2))
+    kept = [each.phases["forward"].components["activations"] for each in (one, two)]
+    assert 1.2 * kept[0] < kept[1] < 1.6 * kept[0]
+
+
+def test_the_fullest_gpu_is_the_one_with_the_head_where_layers_keep_little() -> None:
+    row = memory.estimate(SHAPE, levers(4, method="lora", checkpointing="full"), 8)
+    assert row.pipeline_gpu == 3
+    assert row.gpu.peak_phase == "loss"
+    assert row.gpu.phases["loss"].components["logits"] > 0
+    assert [said.id for said in row.because].count("price.fullest-of-row") == 1
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("gpus", "stages"), ROWS)
+def test_what_a_search_weighs_is_what_is_estimated(method: str, gpus: int, stages: int) -> None:
+    hardware = nodes(1)
+    for word in ("none", "layers:1", "layers:3", "full"):
+        asked = levers(gpus, stages, method=method, checkpointing=word)
+        scale, said = Scale(SHAPE, asked, hardware), memory.estimate(SHAPE, asked, 8, hardware).gpu
+        totals = scale.totals(asked.checkpointing)
+        assert (totals.peak, totals.required) == (said.peak_bytes, said.required_bytes)
+        assert max(scale.floor.held(asked.checkpointing)) <= said.peak_bytes
+        assert scale.floor.after <= said.peak_bytes
+
+
+def test_both_ends_have_a_tied_embedding() -> None:
+    untied, tied = ({gpu.place: gpu.shape.parameters for gpu in lay_out(shape, levers(2))} for shape in (SHAPE, TIED))
+    assert tied == untied
+    step = memory.estimate(TIED, levers(2, checkpointing="full"), 8).gpu.phases["step"].components
+    assert step["buckets"] == 128_256 * 4096 * 4 // 4
+
+
+def test_a_rank_loads_its_stage_alone() -> None:
+    small, large = (memory.estimate(SHAPE, levers(gpus, offload_param="cpu", offload_optimizer="cpu"), 8).host
+                    for gpus in (8, 1))  # fmt: skip
+    assert small.peak_bytes_per_rank < 1.5 * large.peak_bytes_per_rank
+
+
+# --- seconds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("gpus", "stages"), ROWS)
+def test_a_row_waits_for_its_first_and_its_last_micro_batch(gpus: int, stages: int) -> None:
+    found = pace(SHAPE, levers(gpus, stages, accum=32), nodes(1))
+    computed = found.step_s - found.causes["pipeline bubble"]
+    share = (gpus - 1) / stages / 32
+    assert found.causes["pipeline bubble"] == pytest.approx(share * computed, rel=0.25)
+    assert sum(found.causes.values()) == pytest.approx(found.step_s)
+
+
+def test_interleaving_never_lengthens_the_bubble_and_hands_on_more() -> None:
+    for gpus in (2, 4, 8):
+        for micro_batches in (gpus, 4 * gpus):
+            one, two = (pace(SHAPE, levers(gpus, stages, accum=micro_batches), nodes(2)).causes for stages in (1, 2))
+            assert two["pipeline bubble"] < one["pipeline bubble"]
+            assert two["communication"] > one["communication"]
+
+
+def test_of_a_slow_network_a_row_of_nodes_takes_hidden_states_alone() -> None:
+    wide, narrow = nodes(4, "8x400Gb"), nodes(4, "25Gb")
+    flat, row = levers(accum=4), levers(4, accum=16)
+    lost = [pace(SHAPE, each, narrow).step_s - pace(SHAPE, each, wide).step_s for each in (flat, row)]
+    assert lost[1] < 0.1 * lost[0]
+
+
+def test_one_rank_that_poses_waits_for_nobody() -> None:
+    assert "pipeline bubble" not in pace(SHAPE, levers(4), nodes(1), rehearsal=True).causes
+
+
+@pytest.mark.parametrize("compile", ["off", "layers"])
+@pytest.mark.parametrize(("gpus", "stages"), ROWS)
+def test_the_clock_of_a_search_agrees(compile: str, gpus: int, stages: int) -> None:  # noqa: A002
+    for hardware in (nodes(1), nodes(4, "25Gb"), read_hardware("8xRTX4090")):
+        for more in ({}, {"method": "lora"}):
+            asked = levers(gpus, stages, compile=compile, **more)
+            choice = KernelChoice(asked.attention, asked.scan, asked.buckets)
+            times = clock_of(SHAPE, asked, hardware).times(asked, choice)
+            assert len(times) == count_depths(SHAPE, asked) + 1
+            for depth in (0, 1, len(times) - 1):
+                at = replace(asked, checkpointing=Checkpointing(layers=depth))
+                assert times[depth] == pytest.approx(step_seconds(SHAPE, at, hardware), rel=1e-9)
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_takes_a_row_of_nodes_where_the_network_is_slow_and_none_on_one_node() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "effective_batch": 128}
+    slow = plan(job_from_flags(flags), SHAPE, nodes(4, "25Gb")).chosen
+    assert slow is not None
+    assert slow.levers.pipeline_parallel == 4
+    assert slow.effective_batch == 128
+    assert slow.levers.accumulation >= 4
+    one = plan(job_from_flags(flags), SHAPE, nodes(1))
+    assert one.chosen is not None
+    assert {way.levers.pipeline_parallel for way in (one.chosen, *one.alternatives)} == {1}
+
+
+def test_a_row_that_was_asked_for() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "pipeline_parallel": 4, "stages_per_gpu": 2}
+    found = plan(job_from_flags(flags), SHAPE, nodes(1))
+    assert found.chosen is not None
+    assert {way.levers.pipeline_parallel for way in (found.chosen, *found.alternatives)} == {4}
+    assert found.chosen.levers.stages_per_gpu == 2
+    assert found.effective_batch == 32  # as many sequences a GPU as without a row
+    assert found.chosen.levers.micro_batch * found.chosen.levers.accumulation == 16
+
+
+def test_a_batch_that_rows_cannot_share() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "pipeline_parallel": 2, "effective_batch": 6}
+    with pytest.raises(ConfigError) as raised:
+        plan(job_from_flags(flags), SHAPE, nodes(1))
+    assert raised.value.said.id == "plan.uneven-batch"
