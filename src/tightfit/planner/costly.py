@@ -34,9 +34,9 @@ DOMINATES, WORTH = 0.5, 0.8
 """Communication's share of a step from which on it is worth a thought, and how long a compressed step may be."""
 
 _SAID = [
-    *("plan.effect-precision", "plan.effect-8bit", "plan.effect-rank", "plan.effect-quantize", "plan.effect-targets"),
+    *("plan.effect-precision", "plan.effect-8bit", "plan.effect-compress"),
+    *("plan.effect-rank", "plan.effect-quantize", "plan.effect-targets"),
     *("plan.effect-shorter", "plan.effect-lora", "plan.effect-skip", "plan.effect-pure", "plan.effect-model"),
-    "plan.effect-compress",
 ]
 EFFECTS: dict[Allowance, Message] = dict(zip(ORDER, map(Message, _SAID), strict=True))
 """What each does to the result. States of 8 bits: block-wise quantisation (Dettmers et al., 2022); 4-bit weights and

@@ -214,7 +214,7 @@ def test_a_second_copy_is_shared_by_a_group(stage: int, size: int, group: int) -
     ("values", "named"),
     [
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "ratio"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
         ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size"),
         ({"communication_data_type": "fp32"}, "communication_data_type"),
     ],
