@@ -98,7 +98,7 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
     if job.levers.compress == "zeropp":
         unpacking = unpacking_bytes(max(job.weights.largest_trainable, job.weights.largest_frozen))
         filled = min(job.levers.buckets.reduce_bucket, job.weights.trainable_numel)
-        scattering = scattering_bytes(filled)
+        scattering = scattering_bytes(filled) if job.levers.trainer == "tightfit" else 0
         for name, parts in passes.items():
             more = max(unpacking, scattering) if name == "backward" else unpacking
             passes[name] = combine(parts, {"buckets": more})

@@ -258,7 +258,10 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
         numel = whole // weights.width
         whole = weight_bytes(numel)
         copied += UNPACKED_WEIGHT_BYTES * numel / memory
-        copied_back += (UNPACKED_WEIGHT_BYTES * numel + PACKED_GRADIENT_BYTES * weights.trainable_numel) / memory
+        copied_back += UNPACKED_WEIGHT_BYTES * numel / memory
+    packs_gradients = levers.compress == "zeropp" and levers.trainer == "tightfit"
+    if packs_gradients:
+        copied_back += PACKED_GRADIENT_BYTES * weights.trainable_numel / memory
     # `overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it.
     overlaps = levers.is_fsdp2
     if levers.stage not in (None, 0):
@@ -293,7 +296,7 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     else:
         reduced = link.ring(gradients, world) + link.latency(messages)
     reduced *= 1 if sharded else 2
-    if levers.compress == "zeropp":
+    if packs_gradients:
         reduced = link.hop_twice(levelled_bytes(weights.trainable_numel)) + link.latency(2 * messages)
     elif levers.compress == "onebit":  # an exchange, and what all gather of it
         reduced = link.exchange(gradients) + link.ring(gradients, world) + link.latency(2 * messages)
