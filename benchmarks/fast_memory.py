@@ -271,6 +271,23 @@ COMPRESSED: dict[str, dict[str, Any]] = {
                                 "checkpointing": "full", "compress": "zeropp"},
 }  # fmt: skip
 """One rank of several that send each other less."""
+TILES = {**LONG, "mlp": "tiled", "micro_batch": 1}
+TILED: dict[str, dict[str, Any]] = {
+    "8B LoRA of 32768 tokens, in tiles": {**LORA, **TILES},
+    "8B LoRA of 65536 tokens, in tiles, none": {**LORA, **TILES, "seq": 65_536, "model": (LLAMA_8B, 4),
+                                                "checkpointing": "none"},
+    "8B LoRA, ZeRO-3, 4 GPUs per sequence of 131072, in tiles": {**LORA, **TILES, "gpus": "8xH200", "engine": "zero3",
+                                                                 "seq": 131_072, "sequence_parallel": 4},
+    "7.6B full, FSDP2, of 32768 tokens, in tiles": {**ONE_OF_8, **TILES},
+    "7.6B full, FSDP2, 4 GPUs per sequence of 131072, in tiles": {**ONE_OF_8, **TILES, "seq": 131_072,
+                                                                  "sequence_parallel": 4},
+    "1B full, ZeRO-2, 2 GPUs per sequence of 65536, in tiles": {**ONE_BILLION, **TILES, "engine": "zero2",
+                                                                "seq": 65_536, "sequence_parallel": 2},
+    "7.6B full, ZeRO-3, 4 GPUs per sequence of 65536, in tiles": {**ONE_OF_8, **TILES, "engine": "zero3",
+                                                                  "seq": 65_536, "sequence_parallel": 4},
+    "1B full, DDP, of 32768 tokens, in tiles": {**ONE_BILLION, **TILES, "engine": "ddp"},
+}  # fmt: skip
+"""MLPs in tiles of their tokens, in long sequences."""
 SHARED = {"gpus": "8xH200", "engine": "fsdp2", "compile": "off"}
 EIGHT = {**SHARED, "model": (LLAMA_8B, 8), "seq": 4096}
 QWEN3_2B = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
@@ -325,7 +342,8 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """The fullest GPU of a pipeline, at the head of the row or at its end."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
-SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "pipelines": PIPELINES, "tensor": TENSOR, "compressed": COMPRESSED}
+SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "tiled": TILED, "pipelines": PIPELINES, "tensor": TENSOR}
+SETS |= {"compressed": COMPRESSED}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 

@@ -25,6 +25,11 @@ STEPS = 5
 USUAL: dict[str, Any] = {"model": "tiny_llama", "precision": "fp32", "seq": 128, "effective_batch": 8, "micro_batch": 1,
                          "max_steps": STEPS, "learning_rate": 3e-3, "checkpointing": "full", "compile": "off",
                          "attention": "sdpa", "loss": "plain"}  # fmt: skip
+WIDE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 384,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
+        "max_position_embeddings": 2048, "tie_word_embeddings": False}  # fmt: skip
+"""With as many heads of keys and values as there are ranks."""
+ADAPTERS = {"model": WIDE, "method": "lora", "lora_rank": 4, "learning_rate": 3e-2}
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
            "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
            "vocab_size": 512, "max_position_embeddings": 2048}  # fmt: skip
@@ -38,6 +43,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2 over 2, pipeline of 2": (4, {"engine": "fsdp2", "pipeline_parallel": 2}),
     "FSDP2, pipeline of 4": (4, {"engine": "fsdp2", "pipeline_parallel": 4, "loss": "fused"}),
     "FSDP2 over 2, pipeline of 2, interleaved": (4, {"engine": "fsdp2", "pipeline_parallel": 2, "stages_per_gpu": 2}),
+    "FSDP2 over 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2}),
+    "FSDP2 in groups of 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2, "shard_within": 2}),
     "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
     "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
     "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
@@ -45,6 +52,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2}),
     "FSDP2, experts on 4 GPUs": (4, {**EXPERTS, "expert_parallel": 4}),
     "FSDP2 in groups of 2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2, "shard_within": 2}),
+    "alone, more heads": (1, {"engine": "ddp", "model": WIDE}),
+    "FSDP2, 4 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 4, "loss": "fused", "model": WIDE}),
+    "alone, adapters": (1, {"engine": "ddp", **ADAPTERS}),
+    "FSDP2 over 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "tensor_parallel": 2, **ADAPTERS}),
 }
 """Each is compared with the last one of a single rank before it."""
 LIMIT_S = 150

@@ -183,6 +183,7 @@ def training_words(levers: Levers) -> str:
         levers.optimizer,
         text("price.checkpointing", layers=checkpointing_word(levers.checkpointing)),
         text("price.loss", loss=levers.loss),
+        *([text("price.tiled")] if levers.mlp == "tiled" else []),
         *([text("price.compiled")] if levers.compile == "layers" else []),
         *([text("price.liger")] if levers.kernels == "fused" else []),
     )

@@ -332,6 +332,7 @@ Loss = Literal["plain", "fused"]
 Scan = Literal["official", "tightfit", "torch"]
 Compile = Literal["off", "layers"]
 Kernels = Literal["plain", "fused"]
+MlpRun = Literal["plain", "tiled"]
 Compress = Literal["none", "zeropp", "onebit", "powersgd"]
 COMPRESSING: Mapping[Compress, Engine] = {"zeropp": ZERO3, "onebit": DDP, "powersgd": DDP}
 """The engine that each is for."""
@@ -570,6 +571,12 @@ class Levers:
         "what saves memory",
     )
     loss: Loss = lever("plain", "fused: the logits are never whole in memory (plain)", "what saves memory")
+    mlp: MlpRun = lever(
+        "plain",
+        "tiled: the MLP computes some tokens after the others, and makes again in the backward pass what it needs "
+        "(plain)",
+        "what saves memory",
+    )
     attention: AttentionKernel = lever("sdpa", "the attention kernel (sdpa)", "what saves memory", kept=True)
     optimizer: Optimizer = lever("adamw", "the optimizer (adamw, with fp32 states)", "the training", free=False)
     scan: Scan = lever("official", "the selective scan of Mamba models (official)", "what saves memory", kept=True)

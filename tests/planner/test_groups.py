@@ -16,6 +16,7 @@ from tightfit.job.file import job_from_flags
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace import pace
 from tightfit.planner import plan
+from tightfit.planner.candidates import corners
 from tightfit.types import ConfigError, Hardware, Levers
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -170,3 +171,20 @@ def test_a_plan_for_a_short_one_does_not() -> None:
     found = plan(job_from_flags({"model": LLAMA, "seq": 4096, "effective_batch": 32}), SHAPE, nodes(1))
     assert found.chosen is not None
     assert {way.levers.sequence_parallel for way in (found.chosen, *found.alternatives)} == {1}
+
+
+def test_tiles_of_an_mlp_hold_less_and_cost_time_only_where_nothing_recomputes() -> None:
+    long, depths = {"seq": 65_536, "loss": "fused"}, ("full", "none")
+    cut, whole = ([levers(**long, checkpointing=depth, mlp=how) for depth in depths] for how in ("tiled", "plain"))
+    less = [memory.estimate(SHAPE, each, 8, nodes(1)).gpu.peak_bytes for each in (*cut, *whole)]
+    assert less[0] < 0.9 * less[2]
+    assert less[1] < 0.7 * less[3]
+    times = [pace(SHAPE, each, nodes(1)).step_s for each in (*cut, *whole)]
+    assert times[0] == pytest.approx(times[2], rel=0.02)
+    assert 1.05 * times[3] < times[1] < 1.3 * times[3]
+
+
+@pytest.mark.parametrize(("seq", "mlps"), [(16_384, {"plain", "tiled"}), (8192, {"plain"})])
+def test_tiles_are_tried_of_long_sequences_alone(seq: int, mlps: set[str]) -> None:
+    tried = corners(SHAPE, levers(seq=seq), frozenset(), nodes(1), 8)
+    assert {corner.rest.mlp for corner in tried} == mlps

@@ -43,6 +43,17 @@ CASES: dict[str, dict[str, Any]] = {
     "frequencies by length": {"config": {**LLAMA, "max_position_embeddings": 8, "rope_parameters": DYNAMIC}},
     "adapters": {"config": LLAMA, "targets": "all-linear"},
     "some adapters": {"config": LLAMA, "targets": ["q_proj", "down_proj"], "again": ()},
+    "elementwise work twice": {"config": LLAMA, "again": ("elementwise",)},
+    "parts twice": {"config": LLAMA, "again": ("elementwise", "qkv", "mlp")},
+    "the last product twice": {"config": LLAMA, "again": ("elementwise", "out")},
+    "norms on both sides, parts twice": {"config": CAPPED, "kernel": "eager", "again": ("elementwise", "mlp")},
+    "adapters, parts twice": {"config": LLAMA, "targets": "all-linear", "again": ("elementwise", "mixer")},
+    "norms on both sides, adapters, parts twice": {
+        "config": CAPPED,
+        "kernel": "eager",
+        "targets": "all-linear",
+        "again": ("elementwise",),
+    },
 }
 
 

@@ -45,8 +45,23 @@ GROUPS = {"shard_within": 2, "micro_batch": 1}
 """Four ranks, two and two."""
 SHARED = {"sequence_parallel": 2, "precision": "fp32"}
 """Four ranks, of which two and two share each sequence."""
+TILED = {"mlp": "tiled", "precision": "fp32"}
+"""Each MLP in four tiles, or two."""
 SHARED_LAYERS = {"engine": "fsdp2", "precision": "fp32", "tensor_parallel": 2}
 """Four ranks, of which two and two share each layer."""
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+LLAMA = {"model_type": "llama", **SMALL, "tie_word_embeddings": False}
+QWEN3 = {"model_type": "qwen3", **SMALL, "head_dim": 16, "tie_word_embeddings": False}
+GEMMA3 = {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True}
 IN_A_ROW = {"engine": "fsdp2", "pipeline_parallel": 2, "precision": "fp32", "micro_batch": 1}
 """Four ranks: two stages, each of which two ranks share."""
 OF_FOUR = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
@@ -79,6 +94,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 shares sequences of four": {"engine": "zero3", "precision": "fp32", "sequence_parallel": 4},
     "fsdp2 lora shares sequences": {"engine": "fsdp2", **SHARED, **LORA},
     "zero3 lora shares sequences": {"engine": "zero3", **SHARED, **LORA, "checkpointing": "select:qkv,mlp"},
+    "zero3 in tiles": {"engine": "zero3", **TILED},
+    "ddp in tiles": {"engine": "ddp", **TILED, "checkpointing": "none"},
+    "zero1 in tiles": {"engine": "zero1", **TILED, "precision": "bf16"},
+    "zero2 in tiles": {"engine": "zero2", **TILED, "checkpointing": "full"},
+    "fsdp2 in tiles": {"engine": "fsdp2", **TILED, "offload_param": "cpu", "checkpointing": "full+offload"},
+    "zero3 in tiles, offloaded": {"engine": "zero3", **TILED, **OFFLOADED, "offload_param": "cpu"},
+    "zero3 lora in tiles": {"engine": "zero3", **TILED, **LORA},
+    "fsdp2 lora in tiles": {"engine": "fsdp2", **TILED, **LORA, "checkpointing": "none"},
+    "zero2 lora in tiles": {"engine": "zero2", **TILED, **LORA},
+    "fsdp2 in tiles shares sequences": {"engine": "fsdp2", **TILED, **SHARED},
+    "zero3 in tiles shares sequences": {"engine": "zero3", **TILED, **SHARED},
     "shares experts": EXPERTS,
     "shares experts, others of a token": {**EXPERTS, "model": QWEN3_MOE, "checkpointing": "full"},
     "shares experts beside a common one": {**EXPERTS, "model": QWEN2_MOE, "checkpointing": "select:mlp"},
@@ -93,7 +119,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 shares layers, fused": {**SHARED_LAYERS, "loss": "fused", "checkpointing": "full"},
     "fsdp2 shares layers, offloaded": {**SHARED_LAYERS, "offload_param": "cpu", "checkpointing": "full+offload"},
     "fsdp2 shares layers in groups": {**SHARED_LAYERS, **GROUPS, "checkpointing": "none"},
-    "fsdp2 lora shares layers": {**SHARED_LAYERS, **LORA},
+    "fsdp2 lora shares layers": {**SHARED_LAYERS, **LORA, "checkpointing": "select:qkv,mlp"},
+    "fsdp2 shares layers of four": {**SHARED_LAYERS, "tensor_parallel": 4, "model": LLAMA},
+    "fsdp2 shares layers with norms of heads": {**SHARED_LAYERS, "model": QWEN3, "checkpointing": "select:elementwise"},
+    "fsdp2 shares layers with norms on both sides": {**SHARED_LAYERS, "model": GEMMA3, "checkpointing": "full"},
     "fsdp2 in a pipeline": {**IN_A_ROW},
     "fsdp2 in a pipeline of four": {**IN_A_ROW, "pipeline_parallel": 4, "checkpointing": "full"},
     "fsdp2 in a pipeline, interleaved": {**IN_A_ROW, "stages_per_gpu": 2, "loss": "fused"},
@@ -139,6 +168,7 @@ SLOW = (
         "zero3 lora in groups",
         "fsdp2",
     ),
+    *(way for way in WAYS if "in tiles" in way and way != "zero3 in tiles"),
     *(
         way
         for way in WAYS

@@ -15,7 +15,7 @@ from layer_sharing import CASES
 from running import LIMIT_S, start_ranks
 
 TOLERANCE, IN_FP32 = 1e-12, 1e-5
-PARTLY_FP32 = ("plain loss", "norms of heads and windows", "windows and caps", "norms on both sides, twice")
+PARTLY_FP32 = ("plain loss", "windows", "norms on both sides")
 
 
 @pytest.fixture(scope="module")
@@ -35,4 +35,4 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", ["columns", *CASES])
 def test_shares_of_layers_add_up_to_whole_ones(apart: dict[str, float], case: str) -> None:
-    assert apart[case] < (IN_FP32 if case in PARTLY_FP32 else TOLERANCE)
+    assert apart[case] < (IN_FP32 if any(word in case for word in PARTLY_FP32) else TOLERANCE)

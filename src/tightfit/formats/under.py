@@ -26,6 +26,7 @@ def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
         padded=not job.data.packing,
         checkpointing=Checkpointing(layers=0 if levers.checkpointing.layers == 0 else None, offload=offloads),
         loss=levers.loss if able.fuses(way.shape) else "plain",
+        mlp="plain",
         scan="official" if way.shape.scans and levers.scan == "tightfit" else levers.scan,
         lora=levers.lora and replace(levers.lora, dtype=adapter_dtype_of(job)),
     )

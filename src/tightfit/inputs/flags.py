@@ -28,6 +28,7 @@ from tightfit.types import (
     Levers,
     Lora,
     Mamba1,
+    Mlp,
     ModelShape,
     Moe,
     Traced,
@@ -194,6 +195,8 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
         raise ConfigError(Message("inputs.offload-needs-compiling", word=checkpointing_word(again)))
     if levers.compile == "layers" and (obstacle := find_compile_obstacle(levers, shape)) is not None:
         raise ConfigError(obstacle)
+    if levers.mlp == "tiled" and (obstacle := find_tiling_obstacle(levers, shape)) is not None:
+        raise ConfigError(obstacle)
     if levers.lora is not None and levers.lora.targets is not None:
         # a name must end some linear layer's path, as PEFT matches it
         inside = [tensor for block in shape.blocks for tensor in block.tensors]
@@ -226,6 +229,8 @@ def find_compile_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
         return Message("inputs.compile-zero3")
     if levers.sequence_parallel > 1:  # attention exchanges heads for tokens in the middle of a layer
         return Message("inputs.compile-sharing", size=levers.sequence_parallel)
+    if levers.mlp == "tiled":  # which an autograd function of ours computes
+        return Message("inputs.tiles-apart", other="--compile layers")
     if levers.expert_parallel > 1:
         return Message("inputs.compile-shared-experts", size=levers.expert_parallel)
     if levers.tensor_parallel > 1:  # tokens are gathered and sums reduced in the middle of a layer
@@ -240,6 +245,25 @@ def find_compile_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
     on_all = levers.lora is not None and levers.lora.targets is None
     if on_all and any(block.lora_on_experts for block in shape.blocks):  # PEFT puts another weight there for each call
         return Message("inputs.compile-adapted-experts", model=shape.name)
+    return None
+
+
+def find_tiling_obstacle(levers: Levers, shape: ModelShape) -> Message | None:
+    """Why an MLP cannot be computed tile by tile; None: it can."""
+    if levers.trainer != "tightfit":
+        return Message("inputs.tiles-are-ours")
+    if not all(isinstance(block.mlp, Mlp) for block in shape.blocks):
+        return Message("inputs.tiles-need-mlp", model=shape.name)
+    if levers.compile == "layers" and (obstacle := find_compile_obstacle(levers, shape)) is not None:
+        return obstacle
+    if levers.checkpointing.select:  # all of an MLP's tiles run again, whatever was selected
+        return Message("inputs.tiles-apart", other=f"--checkpointing {checkpointing_word(levers.checkpointing)}")
+    if levers.offload_param == "nvme":  # all weights of an MLP would wait in DeepSpeed's few buffers
+        return Message("inputs.tiles-apart", other="--offload-param nvme")
+    if levers.tensor_parallel > 1:
+        return Message("inputs.tiles-apart", other=f"--tensor-parallel {levers.tensor_parallel}")
+    if levers.pipeline_parallel > 1:
+        return Message("inputs.tiles-apart", other=f"--pipeline-parallel {levers.pipeline_parallel}")
     return None
 
 

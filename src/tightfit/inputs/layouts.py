@@ -71,8 +71,6 @@ def find_tensor_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         return Message("inputs.tensor-packed", size=size)
     if levers.lora is not None and levers.lora.dropout:  # GPUs that read the same tokens would drop others
         return Message("inputs.tensor-dropout", size=size)
-    if levers.checkpointing.select:
-        return Message("inputs.tensor-select", size=size)
     blocks = [block for block in shape.blocks if isinstance(block.mixer, Attention) and isinstance(block.mlp, Mlp)]
     if len(blocks) < len(shape.blocks):
         return Message("inputs.tensor-unknown", size=size, model=shape.name)

@@ -81,6 +81,7 @@ def setting_of(levers: Levers, gpu: Gpu | None = None, model_type: str = "") -> 
         packed=levers.packed,
         padded=levers.padded,
         compiled=levers.compile == "layers" and levers.trainer == "tightfit" and levers.stage != 3,
+        tiled=levers.mlp == "tiled",
         liger=_runs_liger(levers, model_type) and vendor != "cpu",
         liger_loss=levers.loss == "fused" and levers.trainer != "tightfit",
         loss_kernel=gpu is None or gpu.runs_triton or (vendor != "cpu" and levers.trainer != "tightfit"),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil, sqrt
 
 from tightfit.memory.operations import FP32, INT64, Operations, Setting
-from tightfit.memory.tape import Part, Slot
+from tightfit.memory.tape import Part, Slot, measure
 from tightfit.types import Mlp, Moe
 
 DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h")
@@ -28,8 +28,16 @@ def count_arriving(shape: Moe, tokens: int, ranks: int) -> int:
     return ceil(tokens * shape.top_k * busiest_load(shape.experts, ranks))
 
 
+def tile_tokens(tokens: int, hidden: int) -> int:
+    """Of how many tokens the tiles are that an MLP is computed in: equal ones, of at most as many as the layer is wide.
+    So much fills any card, and what a tile holds is then no more than a few of the layer's own matrices."""
+    return -(-tokens // -(-tokens // hidden))
+
+
 def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
     inner = shape.intermediate
+    if ops.setting.tiled:
+        return _add_tiles(ops, x, shape, hidden, tile_tokens(ops.setting.tokens, hidden))
     if shape.fused_gate_up:
         gate_up = ops.linear(x, "mlp.gate_up_proj", 2 * inner, hidden)
         gate, up = ops.tape.split(gate_up, (ops.size(inner), ops.size(inner)))
@@ -44,6 +52,36 @@ def mlp(ops: Operations, x: Slot, shape: Mlp, hidden: int) -> Slot:
         product = ops.activate(ops.linear(x, ops.find(*UP), inner, hidden), shape.activation)
     out = ops.linear(product, ops.find(*DOWN), hidden, inner)
     ops.tape.hold(x)
+    return out
+
+
+def set_tile(setting: Setting, tile: int) -> Setting:
+    """That of a tile of so many tokens."""
+    return replace(setting, micro_batch=1, sequence=tile, parts=1, tiled=False)
+
+
+def _add_tiles(ops: Operations, x: Slot, shape: Mlp, hidden: int, tile: int) -> Slot:
+    """`train/tiles.py`: one operation that keeps its input. In its backward pass a tile's own two passes run beside the
+    gradients of all weights, which are summed up in fp32 and rounded when the last tile is done; a tile reads parts of
+    the input and of the output's gradient, and its own output is there until it has gone back."""
+    own = Operations(set_tile(ops.setting, tile), ops.tensors)
+    read = Slot(own.size(hidden), True)
+    cost = measure(own.tape, read, mlp(own, read, shape, hidden))
+    kept = read.size if any(read in op.saves for op in own.tape.ops) else 0
+    width = ops.setting.width if ops.setting.trains_base else ops.setting.adapter_width
+    sums = cost.weight_grads // width * FP32
+    since = len(ops.tape.ops)
+    out = ops.tape.op(
+        (x,),
+        x.size,
+        saves=(x,),
+        forward_temp=cost.forward_unsaved,
+        backward_temp=max(cost.forward, cost.backward) - kept + sums - cost.weight_grads,
+        weight_grad=cost.weight_grads,
+        weight_grads=tuple([grad for grad, _ in reversed(cost.arrivals)]),
+    )
+    ops.tape.hold(x)
+    ops.tape.called("mlp", since)
     return out
 
 

@@ -63,6 +63,7 @@ class Setting:
     liger: bool = False  # Liger's kernels compute norms, rotary embedding and gated activations
     liger_loss: bool = False  # the fused loss is Liger's
     compiled: bool = False  # each layer is code that torch.compile made of it
+    tiled: bool = False  # an MLP computes some tokens after the others
     loss_kernel: bool = True  # one kernel turns logits into their gradient where the loss is fused
     reentrant: bool = False
     """Checkpointing runs a whole layer again; the non-reentrant kind stops after the last tensor that is kept."""
@@ -157,6 +158,7 @@ class Operations:
             y = self._adapter(module, (x, y), in_features, out_features)
         if self.ranks > 1 and part_of(module) in ("out", "down"):
             y = self.send(y, y.size // self.ranks)
+            self.tape.ops[-1].sums = part_of(module)  # of which nothing but what is left to a rank is read
             self.tape.hold(x)
         return y
 

@@ -62,6 +62,7 @@ class Op:
     forward_temp: int = 0  # allocated and freed inside the forward
     backward_temp: int = 0  # likewise inside the backward, beside the gradients of the inputs
     weight_grad: int = 0  # gradient of the parameters, handed to the engine as soon as it is there
+    weight_grads: tuple[int, ...] = ()  # of several parameters, of which all are there before the first is handed over
     passes: bool = False  # the gradient of the output is that of the inputs: nothing is allocated (additions, views)
     grad_sizes: tuple[int, ...] | None = None  # gradients of the inputs where they are not as large as the inputs
     product: bool = False
@@ -353,8 +354,11 @@ def _walk_back(tape: Tape, so_far: LayerCost, layer_input: Slot, layer_output: S
                 live -= gradient.size
         if op.weight_grad:
             weight_grads += op.weight_grad
-            arrivals.append((op.weight_grad, live))
-            arrives_in.append(max(len(tape.calls) - max(len(calls), 1), 0))
+            waiting = op.weight_grad
+            for grad in op.weight_grads or (op.weight_grad,):
+                waiting -= grad
+                arrivals.append((grad, live + waiting))
+                arrives_in.append(max(len(tape.calls) - max(len(calls), 1), 0))
         most = max(most, now, adding)
         peak = max(peak, most)
         peak_kept = max(peak_kept, now + before, adding + weight_grads)

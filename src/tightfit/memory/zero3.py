@@ -311,7 +311,7 @@ def _replay_inputs(job: MemoryJob, *, all_cut: bool = False) -> tuple[Model, Pas
         frozen=not job.acts.setting.trains_base,
         scan_kernel=levers.scan == "official",
         leaf_mixer=_leaf_mixers(levers),
-        leaf_experts=_leaf_experts(job),
+        leaf_mlp=_leaf_experts(job) or levers.mlp == "tiled",
     )
     buckets = levers.buckets
     limits = GatherLimits(
@@ -341,7 +341,7 @@ class Style:
     scan_kernel: bool
     """A Mamba mixer hands its weights to one kernel: they are the mixer's, not those of modules inside it."""
     leaf_mixer: bool  # a Mamba mixer is a leaf: it is gathered whole
-    leaf_experts: bool  # likewise a router with its experts
+    leaf_mlp: bool  # likewise a router with its experts, or an MLP that runs in tiles
 
 
 @lru_cache(maxsize=64)
@@ -415,7 +415,7 @@ def _layer(block: Block, style: Style, threshold: int, first: int) -> tuple[Node
         feedforward = [(EMPTY, feedforward[0], EMPTY, *feedforward[1:])]  # the activation is a module too
     inside: Node = (EMPTY, *mixer)
     container = EMPTY
-    if isinstance(block.mlp, Moe) and style.leaf_experts:
+    if style.leaf_mlp:
         leaf = _leaf_of({name: tensors for name, tensors in named.items() if _place(name) == 3}, places[3], style)
         feedforward = [leaf]
         inside = (Module(spans=sum([t.numel for t in block.tensors if _place(t.name) == 1])), *mixer)
@@ -454,10 +454,11 @@ def _leaf_mixer(named: dict[str, list[Tensor]], modules: list[Node], frozen: boo
 
 
 def _leaf_of(inside: dict[str, list[Tensor]], modules: list[Node], style: Style) -> Module:
-    """Router and experts: one module's, of which nothing is its own; experts are registered first."""
-    owned = [node for node in modules if isinstance(node, Module)]
-    owned.sort(key=lambda node: node.name.endswith(("mlp.gate", "router")))
-    params = tuple([param for node in owned for param in node.params])
+    """An MLP with its adapters, or router and experts: one module's, of which nothing is its own; experts are
+    registered before the router."""
+    owned = [each for node in modules for each in (node if isinstance(node, tuple) else (node,))]
+    owned.sort(key=lambda node: isinstance(node, Module) and node.name.endswith(("mlp.gate", "router")))
+    params = tuple(dict.fromkeys([param for node in owned if isinstance(node, Module) for param in node.params]))
     numel = sum([tensor.numel for tensors in inside.values() for tensor in tensors])
     return Module(params, style.frozen, own=0, spans=numel, leaf=True, name="mlp")
 

@@ -20,8 +20,8 @@ from tightfit.pace.rates import rates_of, with_exchange
 from tightfit.pace.work import ELEMENTWISE, Again, frozen_of, layer_time, least_products_s, passes_of, recompute_time
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
 
-Computed = tuple[int, str, str, str, str, str]
-"""What decides the computation within a strategy: micro batch, loss, attention, scan, compile, kernels."""
+Computed = tuple[int, str, str, str, str, str, str]
+"""What decides the computation within a strategy: micro batch, loss, attention, scan, compile, kernels, MLP."""
 
 
 class KernelChoice(NamedTuple):
@@ -185,7 +185,7 @@ def clock_of(shape: ModelShape, strategy: Levers, hardware: Hardware) -> Clock |
 
 
 def _computing_key(rest: Levers, choice: KernelChoice) -> Computed:
-    return rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels
+    return rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels, rest.mlp
 
 
 _BackKey = tuple[Computed, tuple[str, ...], float, float, float]

@@ -12,16 +12,17 @@ are chosen, just these do, with the elementwise work between them.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory import shared_layers
 from tightfit.memory.activations import setting_of
 from tightfit.memory.attention import computed_keys, exchanged_bytes, is_masked, kernel_of
-from tightfit.memory.feedforward import count_arriving
+from tightfit.memory.feedforward import count_arriving, mlp, set_tile, tile_tokens
 from tightfit.memory.layers import has_parts, layer_tape
 from tightfit.memory.loss import chunk_tokens
-from tightfit.memory.operations import FP32, Setting
+from tightfit.memory.operations import FP32, Operations, Setting
 from tightfit.memory.selection import place_of
 from tightfit.memory.shared_layers import cut_block, inside_of
 from tightfit.memory.ssm import CUDA_CHANNELS, CUDA_STATES
@@ -32,7 +33,7 @@ from tightfit.pace import rates as constants
 from tightfit.pace.engines import PassTimes
 from tightfit.pace.graph import Fused, find_needed, fuse, is_kernel
 from tightfit.pace.rates import Card, Rates
-from tightfit.types import PARTS, Attention, Block, Gpu, Levers, Mamba1, ModelShape, Moe, Traced
+from tightfit.types import PARTS, Attention, Block, Gpu, Levers, Mamba1, Mlp, ModelShape, Moe, Traced
 
 MODULES_WITHOUT_WEIGHTS = 4  # the layer itself, its mixer, its MLP and the activation
 MODULES_OF_AN_ADAPTER = 4  # PEFT's wrapper, dropout, A and B around a linear layer
@@ -68,6 +69,8 @@ class LayerTime(NamedTuple):
     elementwise work, a scan whose kernels keep what only they can read, and what the choice itself costs. Nothing: the
     layer recomputes as a whole."""
     is_compiled: bool = False
+    spared: Again = Again(0.0, 0.0, 0.0)
+    """What of its forward pass does not run when it recomputes as a whole."""
 
     @property
     def lightens(self) -> bool:
@@ -78,8 +81,9 @@ class LayerTime(NamedTuple):
 def recompute_time(layer: LayerTime, select: tuple[str, ...]) -> Again:
     """`select`: the parts that do; empty: all."""
     if not layer.parts or not (layer.is_compiled or select):
-        host = layer.host + constants.CHECKPOINTED_LAYER_S
-        return Again(layer.products, layer.traffic + layer.unpacking, host)
+        products, others, host = layer.products, layer.traffic + layer.unpacking, layer.host
+        less = layer.spared
+        return Again(products - less.products, others - less.others, host - less.host + constants.CHECKPOINTED_LAYER_S)
     wanted = (*ELEMENTWISE, *select) if select else PARTS
     chosen = [each for part, each in zip(PARTS, layer.parts, strict=True) if part in wanted]
     return Again(
@@ -105,6 +109,8 @@ def _outline(block: Block, hidden: int, setting: Setting) -> _Outline:
 
 @lru_cache(maxsize=1024)
 def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> LayerTime:
+    if setting.tiled:
+        return _tile_time(layer_time(block, hidden, replace(setting, tiled=False), card), block, hidden, setting, card)
     own, inside = cut_block(block, setting.tensor), inside_of(setting)
     products = _products(own, inside, card)
     forward, back = sum([once for _, once, _ in products]), sum([once for _, _, once in products])
@@ -129,7 +135,7 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
             modules=modules,
         )
     tape, needed, moved = _outline(block, hidden, setting)
-    real = [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
+    real = _launched(tape)
     attention, attention_back = _attention(own, inside, card)
     exchanged, travelled = _exchange(block, hidden, setting, card), _travel(block, hidden, setting, card)
     waited = constants.ROUTED_OPERATIONS * constants.OPERATION_S if _shares_experts(block, setting) else 0.0
@@ -169,6 +175,65 @@ def layer_time(block: Block, hidden: int, setting: Setting, card: Card) -> Layer
         # In both passes each operation is looked at, whether it is one that is kept; and Python runs every module.
         again.add("elementwise", host=unpack_s + launches + 2 * len(real) * constants.CHOSEN_OPERATION_S)
     return time._replace(parts=tuple(again.by_part.values())) if has_parts(block, setting) else time
+
+
+class _MlpTime(NamedTuple):
+    """Seconds of an MLP and one micro batch, as `LayerTime` has them of a layer."""
+
+    products: float
+    products_back: float
+    traffic: float
+    unpacking: float
+    host: float
+    trained: int  # elements that have a gradient
+
+
+def _mlp_time(block: Block, hidden: int, setting: Setting, card: Card) -> _MlpTime:
+    assert isinstance(block.mlp, Mlp)
+    products = [each for each in _products(block, setting, card) if each[0].startswith("mlp.")]
+    packed = [tensor for tensor in block.tensors if is_linear(tensor) and tensor.name.startswith("mlp.")]
+    if not setting.quantised:
+        packed = []
+    ops = Operations(setting, {tensor.name: tensor for tensor in block.tensors})
+    mlp(ops, Slot(ops.size(hidden), True), block.mlp, hidden)
+    launched = _launched(ops.tape)
+    width = setting.width if setting.trains_base else setting.adapter_width
+    return _MlpTime(
+        products=sum([once for _, once, _ in products]),
+        products_back=sum([back for _, _, back in products]),
+        traffic=sum([_forward_s(op, card) for op in launched if not op.product]),
+        unpacking=sum([tensor.numel for tensor in packed]) * setting.width / card.unpacking,
+        host=len(launched) * constants.OPERATION_S + len(packed) * constants.PACKED_LINEAR_S,
+        trained=sum([op.weight_grad for op in launched]) // width,
+    )
+
+
+def _tile_time(plain: LayerTime, block: Block, hidden: int, setting: Setting, card: Card) -> LayerTime:
+    """The same layer with its MLP in tiles, each of which runs forward in both passes. What comes out of a tile is
+    copied to its place, and its weight gradients are added to those of the others, in fp32."""
+    tile = tile_tokens(setting.tokens, hidden)
+    tiles = -(-setting.tokens // tile)
+    whole, one = (_mlp_time(block, hidden, set_tile(setting, tokens), card) for tokens in (setting.tokens, tile))
+    copied = tiles * (2 * tile * hidden * setting.width / card.memory + card.kernel_start_s)
+    summed = tiles * one.trained * (2 * FP32 + setting.width) / card.memory
+    forward = Again(tiles * one.products, tiles * (one.traffic + one.unpacking) + copied, tiles * one.host)
+    return plain._replace(
+        products=plain.products - whole.products + forward.products,
+        traffic=plain.traffic - whole.traffic + tiles * one.traffic + copied,
+        products_back=plain.products_back - whole.products_back + tiles * one.products_back + forward.products,
+        traffic_back=plain.traffic_back + forward.others + copied + summed,
+        unpacking=plain.unpacking + (tiles - 1) * one.unpacking,
+        host=plain.host - whole.host + forward.host,
+        host_back=plain.host_back - whole.host + 2 * forward.host,
+        parts=(),
+        # Unless a norm reads what comes out of the MLP, a layer that recomputes stops before it.
+        spared=Again(0.0, 0.0, 0.0) if block.arrangement in ("post", "sandwich") else forward,
+    )
+
+
+def _launched(tape: Tape) -> list[Op]:
+    """The operations that are not mere views."""
+    return [op for op in tape.ops if op.fused or any([slot.storage is slot for slot in op.outputs])]
 
 
 class _PartTimes:

@@ -18,6 +18,7 @@ from tightfit.inputs.flags import (
     check_levers,
     find_compile_obstacle,
     find_ddp_obstacle,
+    find_tiling_obstacle,
     released_at_once,
 )
 from tightfit.inputs.layouts import find_group_obstacle
@@ -85,6 +86,7 @@ one parameter and the start of the next: a checkpoint that has each parameter on
 
 SMALL_BUCKETS = (200_000_000, 50_000_000)  # elements of ZeRO's buckets, beside DeepSpeed's own 500 million
 FEW = 2  # parts of a layer that run again: elementwise work and one more
+LONG_TOKENS = 16_384  # of a sequence whose activations outweigh what it costs to hold fewer of them
 MOST_MICRO = 256  # sequences in one forward pass: long before that a GPU is busy, and more only take memory
 FRUGAL: dict[str, Any] = {
     "prefetch_bucket": 10_000_000,
@@ -227,12 +229,16 @@ def corners(
                 every = {how: None for each in speeds.values() for how in each}
                 fastest = max([how[0] for how in every], default="off", key=("off", "layers").index)
                 ways = {
-                    how: _list_depths(
+                    how: _cut_mlps(
+                        _list_depths(
+                            shape,
+                            replace(levers, compile=how[0], kernels=how[1]),
+                            pinned,
+                            hardware,
+                            tries_parts=how == (fastest, "plain") and trainer.selects_on(hardware),
+                        ),
                         shape,
-                        replace(levers, compile=how[0], kernels=how[1]),
                         pinned,
-                        hardware,
-                        tries_parts=how == (fastest, "plain") and trainer.selects_on(hardware),
                     )
                     for how in every
                 }
@@ -286,6 +292,14 @@ def _list_depths(
             if can_send and is_worth_sending:
                 found.append(Checkpointing(layers=None, select=parts, offload=True))
     return [replace(levers, checkpointing=each) for each in found]
+
+
+def _cut_mlps(ways: list[Levers], shape: ModelShape, pinned: Pinned) -> list[Levers]:
+    """As they are and, where sequences are long, with tiles as well."""
+    if "mlp" in pinned:
+        return [way for way in ways if way.mlp == "plain" or find_tiling_obstacle(way, shape) is None]
+    tiled = [replace(way, mlp="tiled") for way in ways if way.sequence >= LONG_TOKENS]
+    return [*ways, *(way for way in tiled if find_tiling_obstacle(way, shape) is None)]
 
 
 def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
@@ -347,7 +361,12 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     # was kept.
     most = max((len(each.rest.checkpointing.select) for each in kept), default=0)
     least_kept = [each for each in kept if each.is_whole or len(each.rest.checkpointing.select) == most]
-    return sorted(least_kept, key=lambda each: (not each.is_whole, each.rest.micro_batch, each.rest.loss != "fused"))
+    return sorted(least_kept, key=_likeliness)
+
+
+def _likeliness(corner: Corner) -> tuple[bool, int, bool, bool]:
+    rest = corner.rest
+    return not corner.is_whole, rest.micro_batch, rest.loss != "fused", rest.mlp != "tiled"
 
 
 def _buffers(buckets: Buckets) -> tuple[int, int]:
@@ -364,6 +383,7 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
         levers.groups,
         int(levers.buckets != Buckets()),
         int(levers.loss != "plain"),
+        int(levers.mlp != "plain"),
         int(levers.compile != "off"),
         int(levers.kernels != "plain"),
         len(depth.select),

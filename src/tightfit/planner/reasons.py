@@ -107,6 +107,8 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
         said.append(Message("plan.fused-loss"))
         if not question.trainer.is_ours:
             said.append(Message("plan.loss-from-liger", trainer=NAMES[question.trainer.trainer]))
+    if way.levers.mlp == "tiled" and "mlp" not in question.pinned:
+        said.append(Message("plan.tiled-mlp"))
     if way.levers.attention == "flash" and "attention" not in question.pinned:
         said.append(Message("plan.flash-windows"))
     if way.world < question.hardware.world:

@@ -25,7 +25,7 @@ from tightfit.memory.operations import FP32
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.weights import WIDTH
 from tightfit.pace import Clock, clock_of, pace, step_seconds
-from tightfit.planner.candidates import Corner, complexity, corners, frugal, strategies
+from tightfit.planner.candidates import LONG_TOKENS, Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
@@ -33,9 +33,8 @@ from tightfit.planner.taught import narrow
 from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers
 
 WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
-MOST_ROWS = 2  # pipelines to search, of those that seem fastest
+MOST_ROWS = 2  # pipelines to search, of those that seem fastest; on one node, where none is most often the best, one
 PIPELINE = ("pipeline_parallel", "stages_per_gpu", "shard_within")
-LONG_TOKENS = 16_384  # of a sequence that is worth cutting: its activations outweigh what a node sends for it
 MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
 GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
@@ -184,8 +183,8 @@ def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
                 first = replace(like, **{name: getattr(levers, name) for name in PIPELINE}, checkpointing=BARE)
                 first = replace(first, micro_batch=micro, accumulation=share // micro)
                 rows.append((step_seconds(question.shape, first, hardware), len(rows), levers))
-    most_s = found.best.pace.step_s
-    return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:MOST_ROWS]
+    most_s, most = found.best.pace.step_s, MOST_ROWS if hardware.nodes > 1 else 1
+    return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:most]
 
 
 def _share(question: Question, levers: Levers) -> list[Levers]:
@@ -320,12 +319,12 @@ class _Thinkable:
         return self.ladders[key]
 
 
-_Key = tuple[int, str, str, str, str, str, Checkpointing, Buckets]
+_Key = tuple[int, str, str, str, str, str, str, Checkpointing, Buckets]
 
 
 def _key(corner: Corner, buckets: Buckets) -> _Key:
     rest, choice = corner.rest, corner.choice
-    computed = rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels
+    computed = rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels, rest.mlp
     return *computed, rest.checkpointing, buckets
 
 

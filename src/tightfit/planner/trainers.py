@@ -126,6 +126,7 @@ def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Co
         ("engine", levers.engine, levers.engine == DDP),
         ("compile", levers.compile, levers.compile != "off"),
         ("kernels", levers.kernels, levers.kernels != "plain"),
+        ("mlp", levers.mlp, levers.mlp != "plain"),
         ("checkpointing", checkpointing_word(depth), bool(depth.select)),
     ):
         if lever in pinned and is_ours:

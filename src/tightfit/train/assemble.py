@@ -35,6 +35,7 @@ from tightfit.train.scratch import Scratch
 from tightfit.train.shards import Columns, outline
 from tightfit.train.sources import open_weights
 from tightfit.train.stages import Stages, cut
+from tightfit.train.tiles import tile_mlps
 from tightfit.types import DDP, ConfigError
 
 PIECE_ELEMENTS = 1 << 24
@@ -134,6 +135,8 @@ def assemble(
         model = adapt(model)
         if not zero3:
             build.cast_meta(model, rests_in)
+        if levers.mlp == "tiled":
+            tile_mlps(model)
         recomputed, within, compiler, compile_said = 0, 0, None, None
         if levers.compile == "layers":
             obstacle: Said | None = find_obstacle(levers, place)

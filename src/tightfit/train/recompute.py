@@ -6,8 +6,9 @@ embeddings, activations, gates. So `select` names the parts whose products run a
 the others are kept, and elementwise work always runs again.
 
 What counts is not only the product. Of a linear layer with an adapter the sum is kept, not its two terms, since
-nothing reads these; in the second pass the products behind the sum are skipped, and so is a last projection that
-nothing after it reads. The first matrix of an adapter keeps its narrow output, which the gradient of the second needs.
+nothing reads these; and where ranks add up their shares of it (`tensor.py`), what is left to each. In the second pass
+the products behind the sum are skipped, and so is a last projection that nothing after it reads. The first matrix of an
+adapter keeps its narrow output, which the gradient of the second needs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tightfit.memory.selection import ATTENTIONS, SCANS, Place, is_below_adapter
 from tightfit.memory.tape import SMALLEST_MOVED_BYTES
 from tightfit.messages import Message
 from tightfit.train.build import body_of, layers_of, number_layers
+from tightfit.train.tensor import ADD_UP
 from tightfit.types import PARTS, Checkpointing, ConfigError
 
 _PRODUCTS = frozenset(
@@ -207,9 +209,9 @@ def _always_runs(op: Any) -> bool:
     return not (changes or computes_product(op) or _is_ours(op) or _unpacks(op))
 
 
-Role = Literal["plain", "sum", "base", "dropout", "first", "second"]
-"""Of a module that computes products: one without an adapter; PEFT's, around what follows; the one that is adapted;
-what drops a share of the adapter's input; its two matrices."""
+Role = Literal["plain", "share", "sum", "base", "dropout", "first", "second"]
+"""Of a module that computes products: one without an adapter; one whose product is a share of sums that ranks add up;
+PEFT's, around what follows; the one that is adapted; what drops a share of the adapter's input; its two matrices."""
 Fate = Literal["run", "keep", "skip", "sum", "join"]
 """Of an operation when the layer runs again. `skip`: nothing reads what it computes. `sum`: only the last of these is
 kept, in the precision of the layer. `join`: it changes in place what was kept, and did so the first time."""
@@ -247,9 +249,10 @@ class Selection:
                 self._unhooked = module if place == "qkv" and name.endswith("in_proj") else self._unhooked
                 continue
 
-            def enter(*_: Any, entered: tuple[Place, Role] = (place, role)) -> None:
+            def enter(module: Any, *_: Any, entered: tuple[Place, Role] = (place, role)) -> None:
                 if not torch.compiler.is_compiling():
-                    self.running.append(entered)
+                    is_shared = entered[1] == "plain" and hasattr(module, "has_shares")
+                    self.running.append((entered[0], "share") if is_shared else entered)
 
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)
@@ -271,6 +274,8 @@ class Selection:
         again, needless = _part(place) in self._selected, place in self._needless
         if (again and not needless) or role == "dropout":
             return "run"
+        if op is ADD_UP:
+            return "skip" if needless else "sum"
         if role == "sum":
             return "run" if not _sums_up(op, args) else "skip" if needless else "sum"
         if computes_product(op):
@@ -387,7 +392,7 @@ class _FirstPass(_Pass):  # type: ignore[no-untyped-call]
         self._record.append(entry)
         self._latest = entry.outputs
         if fate == "skip":
-            if self._selection.running[-1][1] == "base":
+            if self._selection.running[-1][1] in ("base", "share"):
                 self._result_dtype, self._sum = out.dtype, None
             entry.let_go()
         elif fate == "sum" and out.dtype != self._result_dtype:

@@ -44,6 +44,12 @@ IN_LAYERS = "layers.*."
 """What plans put before the name of a module inside of each layer."""
 
 
+LIBRARY = torch.library.Library("tightfit", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("add_up(Tensor share, str group) -> Tensor")  # type: ignore[no-untyped-call]
+ADD_UP = torch.ops.tightfit.add_up.default
+"""The reduction as one operation, so that a layer of which some parts are computed again can keep what it leaves."""
+
+
 def share_layers(model: Any, mesh: DeviceMesh) -> None:
     """Cut the layers of a model on the meta device, in place, and put the exchanges around their blocks."""
     body, group = body_of(model), mesh.get_group()
@@ -106,6 +112,7 @@ def _cut(module: Any, style: str, mesh: DeviceMesh) -> None:
         each.forward = MethodType(multiply_part, each)
     if style == COLUMNS:
         module.forward = MethodType(partial(_reduce_after, module.forward, mesh.get_group()), module)
+        module.has_shares = True
 
 
 def multiply_part(linear: Any, inputs: Tensor) -> Tensor:
@@ -146,7 +153,8 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share_BLH: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return reduce(share_BLH, group)
+        summed: Tensor = ADD_UP(share_BLH, group.group_name)
+        return summed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -168,3 +176,9 @@ def reduce(share_BLH: Tensor, group: Any) -> Tensor:
     send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     send(summed_BTH, sent_NBTH.flatten(0, 1), group=group)
     return summed_BTH
+
+
+@torch.library.impl(LIBRARY, "add_up", "CompositeExplicitAutograd")
+def _add_up(share_BLH: Tensor, group: str) -> Tensor:
+    groups: Any = dist.distributed_c10d
+    return reduce(share_BLH, groups._resolve_process_group(group))

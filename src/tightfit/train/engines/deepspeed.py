@@ -38,6 +38,7 @@ from tightfit.train import optimizers
 from tightfit.train.engines import MASTER, Counters, Engine, Launched, LossScale, ScaleExhausted, Shapes, State, moments
 from tightfit.train.nvme import MOMENTS, is_on_nvme, nvme_states
 from tightfit.train.place import Place
+from tightfit.train.tiles import mlps_of
 from tightfit.types import ConfigError, Levers
 
 NVME_BUFFERS = 5  # DeepSpeed's own number, where a file says none
@@ -83,6 +84,8 @@ class DeepSpeed(Engine):
         ]
         if stage == 3 and levers.scan == "tightfit":
             gather_mixers_whole(model, config)
+        if stage == 3 and levers.mlp == "tiled":
+            deepspeed.utils.set_z3_leaf_modules(model, list({type(mlp) for mlp in mlps_of(model)}))
         self._engine = self._runs = deepspeed.initialize(**options)[0]
         # DeepSpeed rounds buffers to 16 bits with the weights; rotary frequencies do not survive that.
         for module, name, buffer in buffers:
