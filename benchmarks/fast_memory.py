@@ -257,12 +257,12 @@ SEQUENCES: dict[str, dict[str, Any]] = {
                                                              "sequence_parallel": 4},
 }  # fmt: skip
 """One rank of several that share each sequence."""
-HALF_BILLION = {"model": (fast.QWEN_HALF_B, 24), "gpus": "8xH200", "engine": "ddp", "micro_batch": 1, "compile": "off",
+HALF_ON_DDP = {"model": (fast.QWEN_HALF_B, 24), "gpus": "8xH200", "engine": "ddp", "micro_batch": 1, "compile": "off",
                 "checkpointing": "full"}  # fmt: skip
 COMPRESSED: dict[str, dict[str, Any]] = {
-    "0.5B full, DDP, PowerSGD": {**HALF_BILLION, "compress": "powersgd"},
-    "0.5B full, DDP, PowerSGD, twice": {**HALF_BILLION, "compress": "powersgd", "accum": 2},
-    "0.5B full, DDP, 1-bit Adam": {**HALF_BILLION, "compress": "onebit"},
+    "0.5B full, DDP, PowerSGD": {**HALF_ON_DDP, "compress": "powersgd"},
+    "0.5B full, DDP, PowerSGD, twice": {**HALF_ON_DDP, "compress": "powersgd", "accum": 2},
+    "0.5B full, DDP, 1-bit Adam": {**HALF_ON_DDP, "compress": "onebit"},
     "1B full, DDP, 1-bit Adam": {**ONE_BILLION, "engine": "ddp", "micro_batch": 1, "compile": "off",
                                  "checkpointing": "full", "compress": "onebit"},
     "1B full, ZeRO-3, ZeRO++": {**ONE_BILLION, "engine": "zero3", "micro_batch": 1, "compile": "off",
