@@ -26,6 +26,7 @@ from published_models import find_model
 from rows import DATA, GIB
 
 from tightfit.hardware.words import parse_hardware
+from tightfit.inputs.layouts import check_layout
 from tightfit.memory import estimate
 from tightfit.memory.overhead import beside
 from tightfit.pace import pace
@@ -34,6 +35,7 @@ from tightfit.types import (
     Buckets,
     Checkpointing,
     Compile,
+    ConfigError,
     Engine,
     Footprint,
     Hardware,
@@ -153,18 +155,10 @@ class InexpressibleError(Exception):
     """Why our levers cannot express a row."""
 
 
-_MORE = r"[ =_]?(?:[2-9]|[1-9]\d)"
 _REFUSED: tuple[tuple[str, str], ...] = (
     (r"\b(dpo|kto|grpo|ppo|gkd|rm|cpo|orpo|simpo|rlhf_type|verl)\b", "preference or reinforcement training"),
     (r"rerank|embedding-|seq_cls", "another task than the next token"),
     (r"-vl\b|\bvl\b|omni|\bvit|ocr\b|internvl|minicpm-[vo]|emu3|diffusion|multimodal|vision", "images or sound"),
-    (rf"\btp{_MORE}|tensor_model_parallel_size{_MORE}|tensor parallel{_MORE}", "tensor parallel"),
-    (rf"\bpp{_MORE}|pipeline_model_parallel_size{_MORE}", "pipeline parallel"),
-    (
-        rf"\b[cs]p{_MORE}|(context|sequence)[ _-]parallel(_size)?{_MORE}|ulysses|ring attention",
-        "context or sequence parallel",
-    ),
-    (rf"\bep{_MORE}|expert_model_parallel_size{_MORE}|expert parallel", "expert parallel"),
     (r"\bhsdp\b|hybrid[ _-]?shard|\bmics\b|\bhpz\b", "sharded inside a node, copied across nodes"),
     (r"llm\.q|megatron|megatrain|transformer.?engine|graph_trainer|nemo\b|unsloth|colossal", "an engine of its own"),
     (r"fp8|float8|nvfp4|mxfp|int8 mixed|e4m3", "matrix products in 8 or 4 bits"),
@@ -173,6 +167,15 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     (r"int8", "weights in 8 bits"),
 )
 """Words of a row, and the reason that they are."""
+
+_MORE = r"[ =_]?([2-9]\b|[1-9]\d+)"
+_LAYOUTS = {
+    "tensor_parallel": rf"\btp{_MORE}|tensor_model_parallel_size{_MORE}|tensor parallel{_MORE}",
+    "pipeline_parallel": rf"\bpp{_MORE}|pipeline_model_parallel_size{_MORE}",
+    "sequence_parallel": rf"\b[cs]p{_MORE}|(?:context|sequence)[ _-]parallel(?:_size)?{_MORE}",
+    "expert_parallel": rf"\bep{_MORE}|expert_model_parallel_size{_MORE}|expert parallel{_MORE}",
+}
+"""The levers that put GPUs together, and the words of a row that say how many."""
 
 _REFUSED_SOURCES: tuple[tuple[str, str], ...] = (
     (r"device_map", "layers spread over GPUs without sharding (device_map)"),
@@ -447,6 +450,10 @@ def read(row: PublishedRow) -> Reading:
         draft.remarks.append(known.remark)
     hardware = read_hardware(draft)
     levers = read_levers(draft, known.shape)
+    try:  # as far as our own worker could run it, whoever did
+        check_layout(replace(levers, trainer="tightfit"), known.shape, hardware.world)
+    except ConfigError as refused:
+        raise InexpressibleError(str(refused)) from refused
     reading = Reading(
         row=row,
         shape=known.shape,
@@ -596,7 +603,19 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
         buckets=_buckets(draft, engine, shape),
         packed="packing=true" in row.said or ("torchtune" in row.source and bool(re.search(r"\bpacked\b", row.said))),
         trainer=draft.habits.trainer,
+        **_layout(draft),
     )
+
+
+def _layout(draft: _Draft) -> dict[str, int]:
+    """How many GPUs share what, as far as the row says so."""
+    said, sizes = draft.row.said, dict[str, int]()
+    for lever, pattern in _LAYOUTS.items():
+        if found := re.search(pattern, said):
+            sizes[lever] = int(next(number for number in found.groups() if number))
+    if "sequence_parallel" in sizes and not re.search("sequence[ _-]parallel|ulysses", said):
+        draft.remarks.append("context parallel, priced as Ulysses")
+    return sizes
 
 
 def _loss(draft: _Draft) -> Loss:

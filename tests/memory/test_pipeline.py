@@ -89,7 +89,9 @@ def test_the_order_is_that_of_torch(gpus: int, stages: int) -> None:
 
 def test_how_many_micro_batches_wait() -> None:
     def most(gpus: int, stages: int, micro_batches: int, place: int) -> int:
-        return max(sum(each.begun) for stage in count_waiting(gpus, stages, micro_batches, place) for each in stage)
+        return max(
+            sum(each.begun) for stage in count_waiting(gpus, micro_batches, place, (1,) * stages) for each in stage
+        )
 
     assert [most(4, 1, 16, place) for place in range(4)] == [3, 2, 1, 0]
     assert most(4, 1, 2, 0) == 1  # no more than there are
@@ -110,4 +112,11 @@ def test_what_is_between_gpus_is_what_the_worker_keeps(place: int) -> None:
                 arriving.add(action.of)
             else:
                 sent.add(action.of.direction)
-        assert most == count_waiting(4, 1, micro_batches, place)[0][0].travelling
+        assert most == count_waiting(4, micro_batches, place, (1,))[0][0].travelling
+
+
+def test_a_stage_with_more_layers_weighs_more() -> None:
+    """Of two moments with as many micro batches in hand the one counts at which more layers keep something."""
+    even, uneven = (count_waiting(4, 8, 1, layers)[1] for layers in ((2, 2), (3, 2)))  # the upper stage's turns
+    assert [each.begun for each in even] == [(5, 3), (7, 1)]
+    assert [each.begun for each in uneven] == [(8, 0), (8, 0)]

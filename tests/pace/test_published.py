@@ -87,9 +87,27 @@ def test_a_new_source_is_read_by_its_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ({"engine": "FSDP2 4 + TP 2"}, {"tensor_parallel": 2}),
+        ({"other": "tensor_model_parallel_size=8"}, {"tensor_parallel": 8}),
+        ({"engine": "FSDP2 + PP 4"}, {"pipeline_parallel": 4}),
+        ({"other": "sequence_parallel_size=8"}, {"sequence_parallel": 8}),
+        ({"engine": "FSDP2 4 + CP 2", "other": "TP 1"}, {"sequence_parallel": 2}),
+        ({"engine": "FSDP2 8"}, {}),
+    ],
+)
+def test_how_gpus_work_together_is_read(words: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    levers = read(row_of(**words)).levers
+    layouts = "tensor_parallel", "pipeline_parallel", "sequence_parallel", "expert_parallel"
+    assert {name: size for name in layouts if (size := getattr(levers, name)) > 1} == sizes
+
+
+@pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ({"engine": "FSDP2 32 + TP 8"}, "tensor parallel"),
+        ({"engine": "FSDP2 + TP 3"}, "--tensor-parallel 3"),
+        ({"engine": "DeepSpeed ZeRO-3 + TP 8"}, "--tensor-parallel 8"),
         ({"precision": "bf16 + float8"}, "8 or 4 bits"),
         ({"engine": "Megatron-Core"}, "engine of its own"),
         ({"model": "Qwen/Qwen2.5-VL-7B-Instruct"}, "images"),

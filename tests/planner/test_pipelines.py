@@ -14,6 +14,7 @@ from tightfit.inputs.flags import levers_from_flags
 from tightfit.job.file import job_from_flags
 from tightfit.memory import Scale
 from tightfit.memory.pipeline import count_depths, lay_out
+from tightfit.messages import Message
 from tightfit.model.load import shape_from_config
 from tightfit.pace import KernelChoice, clock_of, pace, step_seconds
 from tightfit.planner import plan
@@ -156,6 +157,8 @@ def test_a_row_that_was_asked_for() -> None:
     assert {way.levers.pipeline_parallel for way in (found.chosen, *found.alternatives)} == {4}
     assert found.chosen.levers.stages_per_gpu == 2
     assert found.effective_batch == 32  # as many sequences a GPU as without a row
+    (default,) = [said for said in found.because if isinstance(said, Message) and said.id == "plan.default-batch"]
+    assert str(default).endswith("32 sequences a step, 4 a GPU.")
     assert found.chosen.levers.micro_batch * found.chosen.levers.accumulation == 16
 
 

@@ -206,6 +206,30 @@ def test_a_rank_is_killed_across_a_slow_link(
     same_course(trained, undisturbed)
 
 
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "groups": ("--shard-within", "2"),
+    "sequences": ("--engine", "zero2", "--sequence-parallel", "2"),
+    "layers": ("--tensor-parallel", "2"),
+    "pipeline": ("--pipeline-parallel", "2"),
+}
+"""Beside FSDP2 over all ranks; of each, what a node shares and what crosses the link."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_across_two_namespaces(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: Trained, link: Link, layout: str
+) -> None:
+    """A rank is killed on the way. Sums in another order than those of one flat group differ by rounding."""
+    nodes = TwoNodes(tmp_path_factory.mktemp(layout), 29640, link.ADDRESSES[0], link.namespaces)
+    trained, code, _ = nodes.train(*LAYOUTS[layout], faults="kill@rank=3,stage=forward,step=5")
+    assert (trained.code, code) == (0, 0), trained.err
+    assert trained.actions == ["same plan"]
+    assert sorted(trained.losses) == sorted(undisturbed.losses)
+    assert trained.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    assert trained.left_behind() == []
+
+
 @pytest.mark.slow
 def test_a_link_that_is_down_for_a_while(
     tmp_path_factory: pytest.TempPathFactory, undisturbed: Trained, link: Link

@@ -35,8 +35,7 @@ OF_FOUR: dict[str, dict[str, Any]] = {
 }
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", *OF_FOUR)
 QUICKLY = (("zero3", 1, ("fsdp2", GROUPS, ROW)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
-QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")), (ROW, 4, ("zero3", ROW)), (LAYERS, 4, ("zero3", ROW, LAYERS)))
-QUICKLY += (("fsdp2", 3, (LAYERS,)),)
+QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")), (ROW, 4, ("zero3", ROW)), (LAYERS, 4, ("zero3", LAYERS)))
 """What `make test` has of it: both ways of cutting, each from the other."""
 MODEL = {"model": MIXTRAL}
 OF_EXPERTS: dict[str, dict[str, Any]] = {

@@ -255,6 +255,8 @@ def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, eng
     [
         ("ddp", "sequence_parallel", False),
         ("ddp", "sequence_parallel", True),
+        ("fsdp2", "tensor_parallel", False),
+        ("fsdp2", "tensor_parallel", True),
         ("fsdp2", "pipeline_parallel", False),
         ("fsdp2", "pipeline_parallel", True),
     ],

@@ -269,18 +269,19 @@ def _backward(job: MemoryJob, embedding: Group, layer: Group, experts: Group, he
         reduced += each + each_experts
         reducing = layer.trainable * FP32
     # A gradient goes when it is in the buffer, before this rank's part of it comes; but of several ranks each has the
-    # group's last one in a variable of `foreach_reduce`, and the embedding is alone in its group.
-    last = embedding.trainable * width
-    if outside == 1 and not (earlier or offloaded):
-        last = max(last - embedding.trainable * shard, 0)
+    # group's last one in a variable of `foreach_reduce`, and the embedding is alone in its group. Where there are
+    # gradients of earlier micro batches, the part is then added to them.
+    last, part = embedding.trainable * width, share(embedding.trainable * shard, outside)
+    if outside > 1 or offloaded:
+        last += part if earlier else 0
+    else:
+        last = max(last, part) if earlier else max(last - part, 0)
     moments = [fullest.components(acts.shared)]
     if outside > 1 and not tied:  # likewise the head's, when the layers have kept all; the first of them is on its way
         above = head.largest * width if head.trainable else 0
         beside = above + earlier + (0 if offloaded else share(head.trainable * shard, outside))
         gathered = ahead + _staying(job)
         moments.append(Peak(acts.kept, acts.stream, beside, head.trainable * FP32, gathered).components(acts.shared))
-    if earlier:  # what has been reduced is then added to what earlier micro batches left
-        last += share(embedding.trainable * shard, outside)
     return worst(
         *moments,
         Peak(0, 0, _own_grads(job) + last, embedding.trainable * FP32, 0).components(acts.shared),

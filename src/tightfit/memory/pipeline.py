@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from tightfit.memory.stages import Direction, Pass, order_actions, split_layers
@@ -81,7 +82,7 @@ def _lay_out(
         if key in found:
             found[key] = replace(found[key], alike=found[key].alike + 1)
             continue
-        waiting = count_waiting(gpus, stages, micro_batches, place)
+        waiting = count_waiting(gpus, micro_batches, place, tuple(len(layers[at]) for at in own))
         tied = shape.before[0].numel if shape.tied and place in (0, gpus - 1) else 0
         made = [Stage(*each) for each in zip(own, parts, held, waiting, strict=True)]
         found[key] = PipelineGpu(place, 1, tuple(made), _join(parts), sum(held), tied)
@@ -122,15 +123,22 @@ def _join(parts: tuple[ModelShape, ...]) -> ModelShape:
 
 
 @lru_cache(maxsize=1024)
-def count_waiting(gpus: int, stages: int, micro_batches: int, place: int) -> tuple[tuple[Waiting, Waiting], ...]:
-    """For each stage of the GPU at this place, in its forward turn and in its backward turn, when most wait. `stages`:
-    of each GPU."""
+def count_waiting(
+    gpus: int, micro_batches: int, place: int, layers: tuple[int, ...]
+) -> tuple[tuple[Waiting, Waiting], ...]:
+    """For each stage of the GPU at this place, in its forward turn and in its backward turn, when most of the `layers`
+    that its stages have wait."""
+    stages = len(layers)
     if stages == 1:
         ahead = Waiting((min(micro_batches, gpus - place) - 1,), (place > 0) + (place < gpus - 1))
         return ((ahead, ahead),)
     few = min(micro_batches, 3 * gpus + micro_batches % gpus)  # the middle of a step is always the same
     begun, sent, arriving = [0] * stages, set[Direction](), set[Pass]()
     most: list[dict[Direction, Waiting]] = [{} for _ in range(stages)]
+
+    def weigh(waiting: Waiting) -> tuple[int, int]:
+        return sum(map(mul, waiting.begun, layers)), waiting.travelling
+
     for action in order_actions(gpus, stages, few)[place]:
         this, stage = action.of, action.of.stage // gpus
         if action.what == "receive":
@@ -141,7 +149,7 @@ def count_waiting(gpus: int, stages: int, micro_batches: int, place: int) -> tup
             arriving.discard(this)
             begun[stage] -= this.direction == "backward"
             now, known = Waiting(tuple(begun), len(arriving) + len(sent)), most[stage].get(this.direction)
-            if known is None or (sum(now.begun), now.travelling) >= (sum(known.begun), known.travelling):
+            if known is None or weigh(now) >= weigh(known):
                 most[stage][this.direction] = now
             begun[stage] += this.direction == "forward"
     return tuple((each["forward"], each["backward"]) for each in most)

@@ -217,7 +217,9 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
     """Every message under the table."""
     job, chosen, sentences = plan.job, plan.chosen, list(said)
     if job.effective_batch is None and not {"micro_batch", "accum"} <= set(job.levers):
-        per_gpu = plan.effective_batch // question.base.data_ranks(plan.hardware.world)
+        # the GPUs of a pipeline pass all sequences of their row on
+        rows = question.base.data_ranks(plan.hardware.world)
+        per_gpu = plan.effective_batch // (rows * question.base.pipeline_parallel)
         sentences.append(Message("plan.default-batch", batch=plan.effective_batch, per_gpu=per_gpu))
     sentences += question.hardware.because
     if chosen is not None:

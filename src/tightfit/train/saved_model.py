@@ -172,8 +172,9 @@ class Writer:
         self._barrier()
         pieces = iter(pieces)
         self._attempt(lambda: self._write_pieces(layout, pieces))
-        for _ in pieces:  # after a failure: other ranks may need this one to make theirs
-            pass
+        with suppress(Exception):  # after a failure, which is said: other ranks may need this one to make theirs
+            for _ in pieces:
+                pass
         self._barrier()
         self._attempt(lambda: self._check(layout))
         self._sets += 1

@@ -230,7 +230,8 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
 
 def _fits_otherwise(question: Question, length: int, size: int) -> bool:
     """A step is as many sequences as `plan` would take where none were asked for."""
-    batch = question.base.data_ranks(question.hardware.world) * size * -(-SEQUENCES_A_GPU // size)
+    each = SEQUENCES_A_GPU * question.base.pipeline_parallel
+    batch = question.base.data_ranks(question.hardware.world) * size * -(-each // size)
     if batch > MOST_BATCH:
         return False
     base = replace(question.base, sequence=length, micro_batch=size, accumulation=1)
