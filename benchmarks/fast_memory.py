@@ -271,6 +271,32 @@ COMPRESSED: dict[str, dict[str, Any]] = {
                                 "checkpointing": "full", "compress": "zeropp"},
 }  # fmt: skip
 """One rank of several that send each other less."""
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32_000,
+           "sliding_window": None}  # fmt: skip
+QWEN3_MOE = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+             "num_experts_per_tok": 8, "vocab_size": 151_936, "tie_word_embeddings": False}  # fmt: skip
+FEW = {"model": (MIXTRAL, 4), "gpus": "8xH200", "engine": "fsdp2", "compile": "off", "micro_batch": 2}
+MANY = {"model": (QWEN3_MOE, 8), "gpus": "8xH200", "engine": "fsdp2", "compile": "off", "micro_batch": 2}
+ON_ATTENTION = {"method": "lora", "lora_targets": "q_proj,k_proj,v_proj,o_proj"}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral full, experts on 2 GPUs, none": {**FEW, "expert_parallel": 2, "checkpointing": "none"},
+    "Mixtral full, experts on 8 GPUs, full": {**FEW, "expert_parallel": 8, "micro_batch": 4, "checkpointing": "full"},
+    "Mixtral full, experts on 4 GPUs, 2 layers, twice": {**FEW, "expert_parallel": 4, "accum": 2,
+                                                         "checkpointing": "layers:2"},
+    "Mixtral full, experts on 4 GPUs in groups of 8, full": {**FEW, "gpus": "2x8xH200", "shard_within": 8,
+                                                             "expert_parallel": 4, "checkpointing": "full"},
+    "Mixtral LoRA, experts on 4 GPUs, none": {**FEW, **ON_ATTENTION, "expert_parallel": 4, "checkpointing": "none"},
+    "Mixtral full, all experts, full": {**FEW, "checkpointing": "full"},
+    "Qwen3-MoE full, experts on 8 GPUs, none": {**MANY, "expert_parallel": 8, "checkpointing": "none"},
+    "Qwen3-MoE full, experts on 4 GPUs, full, 4 rows": {**MANY, "expert_parallel": 4, "micro_batch": 4,
+                                                        "checkpointing": "full"},
+    "Qwen3-MoE LoRA, experts on 2 GPUs, full": {**MANY, **ON_ATTENTION, "expert_parallel": 2,
+                                                "checkpointing": "full"},
+}  # fmt: skip
+"""One rank of several that share experts: the busiest, by what it is sent. One row beside them, of a rank that has all
+experts, tells the model of these from that of sharing them."""
 TILES = {**LONG, "mlp": "tiled", "micro_batch": 1}
 TILED: dict[str, dict[str, Any]] = {
     "8B LoRA of 32768 tokens, in tiles": {**LORA, **TILES},
@@ -315,6 +341,8 @@ TENSOR: dict[str, dict[str, Any]] = {
                                                    "tensor_parallel": 4, "micro_batch": 8, "checkpointing": "full"},
     "Qwen 7.6B full, 4 GPUs per layer, Liger": {**ONE_OF_8, "compile": "off", "kernels": "fused", "tensor_parallel": 4,
                                                 "micro_batch": 4, "checkpointing": "none"},
+    "8B full, 4 GPUs per layer, mlp, 2 rows": {**EIGHT, "tensor_parallel": 4, "micro_batch": 2,
+                                               "checkpointing": "select:mlp"},
     "32B LoRA, 8 GPUs per layer, none": {**ROWS["32B LoRA, none"], **SHARED, "tensor_parallel": 8, "micro_batch": 8},
 }  # fmt: skip
 """One rank of several that share each layer."""
@@ -344,6 +372,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
 SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "tiled": TILED, "pipelines": PIPELINES, "tensor": TENSOR}
 SETS |= {"compressed": COMPRESSED}
+SETS |= {"experts": EXPERTS}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 

@@ -678,10 +678,11 @@ class Levers:
 
     @property
     def groups(self) -> int:
-        """Groups of ranks among which each exchanges tensors. Where some share layers, those that have the same part of
-        them are another."""
+        """Groups of ranks among which each exchanges tensors. Where some share layers or experts, those that have
+        the same of them are another."""
         shared = self.sequence_parallel, self.tensor_parallel, self.pipeline_parallel, self.expert_parallel
-        return 1 + (self.shard_within > 0) + sum(size > 1 for size in shared) + (self.tensor_parallel > 1)
+        alike = (self.tensor_parallel > 1) + (self.expert_parallel > 1)
+        return 1 + (self.shard_within > 0) + sum(size > 1 for size in shared) + alike
 
     @property
     def trains_base(self) -> bool:

@@ -42,6 +42,12 @@ SCENARIOS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "tied, with norms of heads": (QWEN3, 4, {**LONG, "tensor_parallel": 2, "checkpointing": "none"}),
     "adapters": (LLAMA, 4, {**LONG, "tensor_parallel": 2, "checkpointing": "none", "method": "lora"}),
     "adapters, recomputed": (LLAMA, 4, {**LONG, "tensor_parallel": 4, "checkpointing": "full", "method": "lora"}),
+    "parts recomputed": (LLAMA, 4, {**LONG, "tensor_parallel": 2, "checkpointing": "select:mlp"}),
+    "adapters, parts recomputed": (
+        LLAMA,
+        4,
+        {**LONG, "tensor_parallel": 2, "checkpointing": "select:mlp", "method": "lora"},
+    ),
     "in groups": (LLAMA, 8, {**LONG, "tensor_parallel": 2, "shard_within": 4, "checkpointing": "none"}),
 }
 TOLERANCE = 0.025

@@ -143,7 +143,6 @@ def test_a_lever_that_is_pinned_brings_the_engine_that_has_it() -> None:
     assert {(way.levers.engine, way.levers.tensor_parallel) for way in every} == {("fsdp2", 4)}
     assert chosen.levers.micro_batch * chosen.levers.accumulation == 3
     assert chosen.levers.compile == "off"
-    assert not chosen.levers.checkpointing.select
 
 
 WIDE = {**LLAMA, "hidden_size": 16_384, "intermediate_size": 53_248, "num_attention_heads": 128, "num_hidden_layers": 3}

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from running import LIMIT_S, start_ranks
+from running import LIMIT_S, run_ranks, start_ranks, write_plan
 from sharing_experts import RANKS, WAYS
+from small_models import QWEN3_MOE
 
 TOLERANCE = 1e-12
 
@@ -34,3 +35,14 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_come_back_from_the_owners_of_their_experts(apart: dict[str, float], way: str) -> None:
     assert apart[way] < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_rehearsed_rank_computes_rows_of_others(tmp_path: Path) -> None:
+    """Under the fake group, where more arrive than are sent: what it makes of them is finite, no step is skipped."""
+    flags = {"model": QWEN3_MOE, "engine": "fsdp2", "expert_parallel": 4, "precision": "bf16", "seq": 64}
+    folder = write_plan(tmp_path, 8, **flags, effective_batch=8, max_steps=2, checkpointing="full")
+    ran = run_ranks(folder, "--rehearse", "--steps", "2", world=1)
+    assert ran.codes == [0], ran.stderr[0]
+    assert [each["skipped"] for each in ran.of("step")] == [False, False]
+    assert all(0 < each["grad_norm"] < float("inf") for each in ran.of("step"))

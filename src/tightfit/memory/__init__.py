@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from tightfit.memory import engines, host, overhead, zero3, zero12
 from tightfit.memory.engines import ENGINES
+from tightfit.memory.feedforward import busiest_load
 from tightfit.memory.job import Components, MemoryJob, combine, make_jobs, worst
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
 from tightfit.memory.weights import of_whole_model
 from tightfit.messages import Message
-from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Phase, PhaseName
+from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Moe, Phase, PhaseName
 
 __all__ = ["Floor", "Scale", "Totals", "estimate", "required_bytes", "totals_of"]
 
@@ -43,6 +44,10 @@ def estimate(
     says = zero12.reasons(job) if levers.engine in ("zero1", "zero2") else ()
     if job.row is not None:
         says = (Message("price.fullest-of-row", place=job.row.place + 1, gpus=levers.pipeline_parallel),)
+    if levers.expert_parallel > 1:
+        experts = max([block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)])
+        more = busiest_load(experts, levers.expert_parallel) - 1
+        says = (Message("price.busiest-experts", ranks=levers.expert_parallel, more=more),)
     usable = (overhead.usable(gpu.memory_bytes, on_gpu.overhead),) if gpu else ()
     return Footprint(
         gpu=on_gpu,

@@ -182,11 +182,11 @@ def _share_experts(ops: Operations, x: Slot, scores: Slot, shape: Moe, hidden: i
     order = tape.op((), index, forward_temp=index)
     numbers = tape.op((), there.size(1, INT64))  # of the owner's experts
     sent = tape.op((x,), ops.size(rows * hidden), makes=(index,), access="parts")
-    arrived = tape.op((sent,), there.size(hidden))
+    arrived = tape.op((sent,), there.size(hidden), access="sent")
     ones = tape.op((), there.size(1))
     own = replace(shape, experts=shape.experts // ranks, top_k=1, scores_fp32=False)
     made = _experts(there, arrived, ones, own, hidden)
-    back = tape.op((made,), ops.size(rows * hidden))
+    back = tape.op((made,), ops.size(rows * hidden), access="sent")
     weights = tape.op((scores,), scores.size, saves=(order,))
     weighted = tape.op((back, weights), wide, saves=(back, weights), backward_temp=2 * wide - back.size)
     restored = tape.op((weighted,), wide, makes=(index,), access="parts")

@@ -298,7 +298,7 @@ def _stages(moment: Moment, experts: Group, reducing: int, whole: int, width: in
     turns, grads = cost.turns[2], experts.trainable * width
     first = (experts.trainable - experts.largest) * width if grads else 0  # of the projection that runs back first
     others = cost.weight_grads - grads
-    again = cost.recompute + cost.output if moment.recomputes else 0
+    again = cost.recompute + max(cost.output, cost.asking) if moment.recomputes else 0
     at_work = max(again, *[max(turn) + first for turn in turns[at:]])
     after = max([max(turn) for turn in turns[:at]], default=0) + others
     leaving = turns[at - 1][0] + grads

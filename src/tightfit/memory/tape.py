@@ -102,7 +102,7 @@ class LayerCost:
     input_grad: int = 0
     asking: int = 0
     """Gradients of all tokens that are there when the backward pass first asks for what was kept, where ranks share the
-    layer; with that of its output."""
+    layer or its experts; with that of its output."""
     small: int = 0  # of `saved`, in tensors below `SMALLEST_MOVED_BYTES`; known of compiled layers alone
     arrivals: tuple[tuple[int, int], ...] = ()
     """Each weight gradient in the order in which it arrives: its bytes, and what is held right then beside it."""

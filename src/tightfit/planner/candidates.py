@@ -284,8 +284,8 @@ def _list_depths(
     can_send = levers.compile == "layers" and levers.trainer == "tightfit" and hardware.gpu.vendor != "cpu"
     can_send = can_send and levers.pipeline_parallel == 1  # what several micro batches keep would wait there at once
     found = [] if asked else [Checkpointing(layers=None)]
-    # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again. Shared layers have no parts.
-    if asked or (tries_parts and levers.stage != 3 and levers.tensor_parallel == 1):
+    # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
+    if asked or (tries_parts and levers.stage != 3):
         for parts in selections(shape, levers, hardware):
             found.append(Checkpointing(layers=None, select=parts))
             is_worth_sending = asked or len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}

@@ -30,7 +30,7 @@ from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
-from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers
+from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers, Moe
 
 WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
 MOST_ROWS = 2  # pipelines to search, of those that seem fastest; on one node, where none is most often the best, one
@@ -149,7 +149,8 @@ def list_strategies(question: Question) -> list[Levers]:
         )
 
     ways = filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))
-    return [way for levers in ways for way in _share(question, levers)]
+    shared = [way for levers in ways for way in _share(question, levers)]
+    return [way for levers in shared for way in _share_experts(question, levers)]
 
 
 def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
@@ -181,7 +182,7 @@ def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
         for micro in {1, like.micro_batch}:
             if share % micro == 0 and share // micro >= size:
                 first = replace(like, **{name: getattr(levers, name) for name in PIPELINE}, checkpointing=BARE)
-                first = replace(first, micro_batch=micro, accumulation=share // micro)
+                first = replace(first, micro_batch=micro, accumulation=share // micro, expert_parallel=1)
                 rows.append((step_seconds(question.shape, first, hardware), len(rows), levers))
     most_s, most = found.best.pace.step_s, MOST_ROWS if hardware.nodes > 1 else 1
     return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:most]
@@ -217,6 +218,21 @@ def _can_lie_so(question: Question, levers: Levers) -> bool:
         check_layout(levers, question.shape, question.hardware.world)
         return True
     return False
+
+
+def _share_experts(question: Question, levers: Levers) -> list[Levers]:
+    """With all experts on each GPU, and with some, where GPUs of one node can share them out. What comes from the host
+    takes longer than what comes from other GPUs, whoever has the experts."""
+    found, pinned = [levers], {"expert_parallel", "tensor_parallel", "pipeline_parallel"} & question.pinned
+    if pinned or not levers.is_fsdp2 or levers.offload_param != "none":
+        return found
+    if not any(isinstance(block.mlp, Moe) for block in question.shape.blocks):
+        return found
+    for size in divisors(question.hardware.gpus_per_node):
+        shared = replace(levers, expert_parallel=size)
+        if _can_lie_so(question, shared):
+            found.append(shared)
+    return found
 
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:

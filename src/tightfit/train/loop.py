@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tightfit.inputs.records import parse_json
 from tightfit.messages import Message
 from tightfit.train.build import attention_of, layers_of
 from tightfit.train.checkpoint import Saver
@@ -354,7 +355,7 @@ class OverflowWatch:
         self.streak = self.streak + 1 if skipped else 0
         if self.streak >= TELL_AFTER:
             if self._gather is not None:  # a forward pass begins at the bottom, and a backward pass at the top
-                told = [json.loads(each) for each in self._gather(json.dumps(self._seen))]
+                told = [parse_json(each) for each in self._gather(json.dumps(self._seen))]
                 orders = {"forward": told[::-1], "backward": told}
                 self._seen = {where: each[where] for where, ranks in orders.items() for each in ranks if where in each}
             where = next((each for each in ("forward", "backward") if each in self._seen), None)
