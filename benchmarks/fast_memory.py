@@ -257,6 +257,20 @@ SEQUENCES: dict[str, dict[str, Any]] = {
                                                              "sequence_parallel": 4},
 }  # fmt: skip
 """One rank of several that share each sequence."""
+HALF_ON_DDP = {"model": (fast.QWEN_HALF_B, 24), "gpus": "8xH200", "engine": "ddp", "micro_batch": 1, "compile": "off",
+                "checkpointing": "full"}  # fmt: skip
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "0.5B full, DDP, PowerSGD": {**HALF_ON_DDP, "compress": "powersgd"},
+    "0.5B full, DDP, PowerSGD, twice": {**HALF_ON_DDP, "compress": "powersgd", "accum": 2},
+    "0.5B full, DDP, 1-bit Adam": {**HALF_ON_DDP, "compress": "onebit"},
+    "1B full, DDP, 1-bit Adam": {**ONE_BILLION, "engine": "ddp", "micro_batch": 1, "compile": "off",
+                                 "checkpointing": "full", "compress": "onebit"},
+    "1B full, ZeRO-3, ZeRO++": {**ONE_BILLION, "engine": "zero3", "micro_batch": 1, "compile": "off",
+                                "checkpointing": "full", "compress": "zeropp"},
+    "8B LoRA, ZeRO-3, ZeRO++": {**LORA, "gpus": "8xH200", "engine": "zero3", "micro_batch": 1, "compile": "off",
+                                "checkpointing": "full", "compress": "zeropp"},
+}  # fmt: skip
+"""One rank of several that send each other less."""
 MIXTRAL = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
            "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32_000,
            "sliding_window": None}  # fmt: skip
@@ -357,6 +371,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 """The fullest GPU of a pipeline, at the head of the row or at its end."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
 SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "tiled": TILED, "pipelines": PIPELINES, "tensor": TENSOR}
+SETS |= {"compressed": COMPRESSED}
 SETS |= {"experts": EXPERTS}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 

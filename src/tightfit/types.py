@@ -334,6 +334,8 @@ Compile = Literal["off", "layers"]
 Kernels = Literal["plain", "fused"]
 MlpRun = Literal["plain", "tiled"]
 Compress = Literal["none", "zeropp", "onebit", "powersgd"]
+COMPRESSING: Mapping[Compress, Engine] = {"zeropp": ZERO3, "onebit": DDP, "powersgd": DDP}
+"""The engine that each is for."""
 PARTS = ("elementwise", "qkv", "mixer", "out", "mlp")
 """What of a layer can be chosen to be computed again: norms, rotary embedding, activations, gates and additions, which
 cost least and go along with any other; the projections that attention or a scan reads; attention or the scan itself;

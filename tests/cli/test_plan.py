@@ -670,7 +670,7 @@ REFUSED = {
     "an unknown card": (("--gpus", "8xVoodoo2"), "--gpus"),
     "no RAM": (("--host-ram", "0GB"), "--host-ram"),
     "no unit": (("--host-ram", "0"), "--host-ram"),
-    "an odd batch": (("--effective-batch", "7"), "--effective-batch 7"),
+    "an odd batch": (("--effective-batch", "9"), "--effective-batch 9"),
     "max seq and seq": (("--max", "seq", "--seq", "512"), "--seq"),
     "max and tier": (("--max", "seq", "--tier", "stage3"), "--tier"),
     "max batch and batch": (("--max", "micro-batch", "--effective-batch", "8"), "--effective-batch"),

@@ -7,11 +7,12 @@ there are may not be known yet.
 from __future__ import annotations
 
 from tightfit.messages import Listing, Message
-from tightfit.types import Attention, ConfigError, Levers, Mlp, ModelShape, Moe, Tensor
+from tightfit.types import COMPRESSING, Attention, ConfigError, Levers, Mlp, ModelShape, Moe, Tensor
 
 CUT_INTO_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 CUT_INTO_COLUMNS = ("o_proj", "down_proj")
 """The matrices that GPUs share, as the families call them for which transformers has a plan that cuts nothing else."""
+PACKED = 8  # weights that DeepSpeed's quantizer takes at a time
 
 
 def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | None:
@@ -150,14 +151,34 @@ def _say_sizes(flag: str, size: int, must: Message, may: list[int], world: int |
     return Message("inputs.layout-sizes", flag=flag, size=size, must=must, gpus=world, sizes=sizes)
 
 
-def find_compression_obstacle(levers: Levers) -> Message | None:
-    """Why what GPUs send each other cannot be compressed so."""
-    engines = {"zeropp": ("zero3",), "onebit": ("zero0", "zero1"), "powersgd": ("ddp",)}[levers.compress]
-    if levers.trainer != "tightfit":
-        return Message("inputs.layout-is-ours", flag="--compress", size=levers.compress)
-    if levers.engine not in engines:
-        named = Listing(engines, "or")
-        return Message("inputs.layout-needs-engine", flag="--compress", size=levers.compress, engine=named)
+def find_compression_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
+    """Why what GPUs send each other cannot be compressed so. Of how many GPUs may not be known."""
+    how, flag = levers.compress, f"--compress {levers.compress}"
+    engine = COMPRESSING[how]
+    apart = {
+        "--tensor-parallel": levers.tensor_parallel > 1,
+        "--pipeline-parallel": levers.pipeline_parallel > 1,
+        "--expert-parallel": levers.expert_parallel > 1,
+        "--method lora": how != "zeropp" and levers.method == "lora",
+        "--method qlora": levers.method == "qlora",
+        f"--optimizer {levers.optimizer}": how == "onebit" and levers.optimizer != "adamw",
+        "--master-weights off": not levers.master_weights and levers.precision != "fp32",
+    }
+    if levers.trainer != "tightfit" and how != "zeropp":
+        return Message("inputs.layout-is-ours", flag="--compress", size=how)
+    if levers.engine != engine:
+        return Message("inputs.layout-needs-engine", flag="--compress", size=how, engine=engine)
+    for other, is_so in apart.items():
+        if is_so:
+            return Message("inputs.layouts-apart", one=flag, other=other)
+    if world == 1:
+        return Message("inputs.nothing-to-compress", how=how)
+    if how == "zeropp" and world is not None:
+        cut = [tensor.numel for tensor in shape.tensors if tensor.numel > levers.buckets.persistence_threshold]
+        may = [ranks for ranks in range(2, world + 1) if not any(-(-each // ranks) % PACKED for each in cut)]
+        if world not in may:
+            sizes = Listing(map(str, may[-3:]), "or") if may else None
+            return Message("inputs.weights-packed", count=PACKED, model=shape.name, world=world, sizes=sizes)
     return None
 
 
@@ -169,7 +190,7 @@ def check_layout(levers: Levers, shape: ModelShape, world: int | None = None) ->
         find_tensor_obstacle(levers, shape, world) if levers.tensor_parallel > 1 else None,
         find_pipeline_obstacle(levers, shape, world) if levers.pipeline_parallel > 1 else None,
         find_expert_obstacle(levers, shape, world) if levers.expert_parallel > 1 else None,
-        find_compression_obstacle(levers) if levers.compress != "none" else None,
+        find_compression_obstacle(levers, shape, world) if levers.compress != "none" else None,
     )
     for obstacle in obstacles:
         if obstacle is not None:

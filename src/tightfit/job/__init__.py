@@ -22,6 +22,7 @@ from tightfit.types import Compress, Method, Optimizer, Precision, Trainer, Trai
 Allowance = Literal[
     "precision",
     "8bit-optimizer",
+    "compress",
     "lora-rank",
     "quantize",
     "lora-targets",
@@ -32,7 +33,7 @@ Allowance = Literal[
     "smaller-model",
 ]
 """The costly changes that a user can allow, in the order in which they are tried: first what does least to the result.
-`planner/costly.py` says of each what it does."""
+`planner/costly.py` says of each what it does. `compress` saves seconds, and no memory."""
 
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 DataFormat = Literal["auto", "alpaca", "sharegpt", "messages", "text"]

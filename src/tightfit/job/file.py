@@ -35,6 +35,7 @@ from tightfit.job.training import Translated, translate, translate_saving
 from tightfit.messages import Choice, Language, Listing, Message, Said, text
 from tightfit.model.load import load_model, shape_from_fields
 from tightfit.types import (
+    COMPRESSING,
     FSDP2,
     ZERO3,
     ConfigError,
@@ -261,6 +262,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
         engine = FSDP2 if job.trainer == "tightfit" else ZERO3
     if job.levers.get("pipeline_parallel", 1) != 1:
         engine = FSDP2
+    engine = COMPRESSING.get(job.compress, engine)
     base = Levers(engine=engine)
     try:
         levers = levers_from_flags({**said, **job.levers}, shape, base)

@@ -3,11 +3,13 @@
 Weights and gradients have the working precision, and what trains has an fp32 copy, with which the optimizer works.
 Before a step every gradient is widened, and the narrow ones go. With accumulation that happens after each micro batch,
 so that nothing is added up in 16 bits. In fp32, and in pure 16 bits, the optimizer works on the parameters themselves.
+Messages that are compressed are made of gradients that lie side by side in fp32, whatever they were.
 """
 
 from __future__ import annotations
 
 from tightfit.memory.backward import peak_with_accumulation
+from tightfit.memory.compressed import gradient_messages
 from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, logits, passing, worst
 from tightfit.memory.operations import FP32
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
@@ -42,13 +44,17 @@ def at_the_end(job: MemoryJob) -> Components:
 
 def step(job: MemoryJob) -> Components:
     """The narrow gradients go one by one while they are widened, all of whose room was asked for at once."""
-    widened = FP32 * job.weights.trainable_numel if _widens(job) else 0
-    narrow = 0 if widened and job.levers.accumulation > 1 else _narrow(job)
-    return combine(_persistent(job), {"gradients": narrow + widened})
+    messages = gradient_messages(job.shape, job.levers, job.world)
+    widened = FP32 * job.weights.trainable_numel if _widens(job) or messages.sent else 0
+    narrow = 0 if _widens(job) and job.levers.accumulation > 1 else _narrow(job)
+    beside = {"gradients": narrow} if narrow > messages.working else {"buckets": messages.working}
+    return combine(_persistent(job), {"gradients": widened}, beside)
 
 
 def initialise(job: MemoryJob) -> Components:
-    return worst(building(job), {"weights": job.weights.bytes, "master_weights": _masters(job)})
+    kept = gradient_messages(job.shape, job.levers, job.world).kept
+    made = {"weights": job.weights.bytes, "master_weights": _masters(job), "optimizer_states": kept}
+    return worst(building(job), made)
 
 
 def _widens(job: MemoryJob) -> bool:
@@ -70,13 +76,13 @@ def _masters(job: MemoryJob) -> int:
 
 
 def _persistent(job: MemoryJob) -> Components:
-    optimizer = job.levers.optimizer
+    optimizer, kept = job.levers.optimizer, gradient_messages(job.shape, job.levers, job.world).kept
     states = state_bytes(optimizer, job.weights.trainable_numel, job.master_width, flat=True)
     if optimizer in EIGHT_BIT:
         states = eight_bit_states(optimizer, job.weights.trainable, 1).gpu
     return {
         "weights": job.weights.bytes,
         "master_weights": _masters(job),
-        "optimizer_states": states,
+        "optimizer_states": states + kept,
         "temporaries": job.workspaces,
     }

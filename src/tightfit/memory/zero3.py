@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tightfit.inputs.versions import release
 from tightfit.memory.activations import Activations, Moment
 from tightfit.memory.backward import fullest, peak_with_buckets, turns_of
+from tightfit.memory.compressed import scattering_bytes, unpacking_bytes
 from tightfit.memory.gathered import EMPTY, Gathered, GatherLimits, Model, Module, Node, Passes, Settled, gather, settle
 from tightfit.memory.job import Components, MemoryJob, building, combine, keeping, passing, share, worst
 from tightfit.memory.operations import FP64
@@ -94,6 +95,13 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
         "loss": combine(base, keeping(acts), loss),
         "backward": combine(base, peak.components(acts.shared)),
     }
+    if job.levers.compress == "zeropp":
+        unpacking = unpacking_bytes(max(job.weights.largest_trainable, job.weights.largest_frozen))
+        filled = min(job.levers.buckets.reduce_bucket, job.weights.trainable_numel)
+        scattering = scattering_bytes(filled) if job.levers.trainer == "tightfit" else 0
+        for name, parts in passes.items():
+            more = max(unpacking, scattering) if name == "backward" else unpacking
+            passes[name] = combine(parts, {"buckets": more})
     if (ranks := job.levers.shard_within) and job.levers.offload_param == "none":
         # hpZ: the weights once more, among fewer ranks. A step makes the copies void, and a parameter's comes back when
         # it is released: what is still whole in the forward pass has none.

@@ -10,6 +10,9 @@ Collectives run beside the computation where the engine lets them: ZeRO-3 and FS
 default, ZeRO-1/2 with `overlap_comm`. Torch alone (`train/engines/ddp.py`) adds the gradients of every further micro
 batch to those before it, in fp32 where there are fp32 copies of the weights, and sends them before the step: widened
 ones in one message, others as they are, one by one.
+
+Compressed messages take less of the network and more of the GPU. A run's first steps are exact (`train/compression.py`)
+and are not what is priced.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import NamedTuple
 from tightfit.hardware.reached import reached
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import activations
+from tightfit.memory.compressed import gradient_messages, levelled_bytes, weight_bytes
 from tightfit.memory.optimizers import state_bytes
 from tightfit.memory.shared_layers import Uncut, count_uncut
 from tightfit.pace import rates as constants
@@ -34,6 +38,12 @@ both moments and the master weight read and written, the 16-bit weight written. 
 WIDENING_BYTES = 10
 """Likewise where a micro batch's 16-bit gradients are added to fp32 ones: both read, one written. The first micro
 batch's are widened without a sum, which `STEP_BYTES` has."""
+
+
+PACKING_BYTES = {"powersgd": 40, "onebit": 250}
+"""Likewise to compress a step's gradients, for each parameter that is approximated."""
+UNPACKED_WEIGHT_BYTES, PACKED_GRADIENT_BYTES = 7, 90
+"""Likewise under ZeRO++, for each weight that is gathered and for each gradient that is scattered."""
 
 
 class PassTimes(NamedTuple):
@@ -242,6 +252,16 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
             messages, added = 1, WIDENING_BYTES * weights.trainable_numel / memory
         else:  # autograd adds them up, in the precision of the weights
             gradients, messages, added = trained, len(weights.trainable), 3 * trained / memory
+    if compressed := gradient_messages(shape, levers, world).sent:
+        gradients, messages = compressed // 2, 2
+    if levers.compress == "zeropp":
+        numel = whole // weights.width
+        whole = weight_bytes(numel)
+        copied += UNPACKED_WEIGHT_BYTES * numel / memory
+        copied_back += UNPACKED_WEIGHT_BYTES * numel / memory
+    packs_gradients = levers.compress == "zeropp" and levers.trainer == "tightfit"
+    if packs_gradients:
+        copied_back += PACKED_GRADIENT_BYTES * weights.trainable_numel / memory
     # `overlap_comm` is ZeRO's: the unsharded engine reduces after the backward pass, FSDP2 always within it.
     overlaps = levers.is_fsdp2
     if levers.stage not in (None, 0):
@@ -268,16 +288,22 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     gathered_back = ring(whole, whole_outside, whole_experts) + near.latency(gathers)
     # hpZ's second copy of a weight that trains is old once that has been updated
     old = weights.trainable_numel * weights.trainable_width if levers.stage == 3 and within < world else 0
+    old = min(old, whole)
     gathered = ring(whole - old, whole_outside, whole_experts) + link.ring(old, world)
     gathered += (link if old else near).latency(gathers)
     if levers.is_fsdp2:
         reduced = ring(gradients, trained_outside * FP32, shared_trained * FP32) + near.latency(messages)
     else:
         reduced = link.ring(gradients, world) + link.latency(messages)
+    reduced *= 1 if sharded else 2
+    if packs_gradients:
+        reduced = link.hop_twice(levelled_bytes(weights.trainable_numel)) + link.latency(2 * messages)
+    elif levers.compress == "onebit":  # an exchange, and what all gather of it
+        reduced = link.exchange(gradients) + link.ring(gradients, world) + link.latency(2 * messages)
     return Traffic(
         gathered=gathered,
         gathered_back=gathered_back,
-        reduced=(1 if sharded else 2) * reduced,
+        reduced=reduced,
         replicated=link.between(tensor * gradients, within, world, gathers) if levers.is_fsdp2 else 0.0,
         overlaps=overlaps,
         copy_cost=constants.HOST_COPY_COST.get(levers.engine, 0.0),
@@ -314,7 +340,7 @@ class _Links:
         """`ranks`: that many neighbours exchange; None: all. `rings`: in that many rings beside each other."""
         self.is_alone = rehearsal or hardware.world == 1 or ranks == 1
         self._ranks = 1 if rehearsal else hardware.gpus_per_node
-        self._rates, self._is_spread = rates, hardware.nodes > 1
+        self._rates, self._nodes, self._is_spread = rates, hardware.nodes, hardware.nodes > 1
         across = hardware.nodes > 1 and (ranks is None or ranks * rings > hardware.gpus_per_node)
         inside = rates.link if hardware.gpus_per_node > 1 or not across else rates.network
         self._bandwidth = min(inside, rates.network / min(rings, hardware.gpus_per_node)) if across else inside
@@ -335,6 +361,22 @@ class _Links:
         on_link = each / self._rates.link if within < self._ranks else 0.0
         on_network = each * min(within, self._ranks) / self._rates.network if self._is_spread else 0.0
         return max(on_link, on_network) + self.latency(collectives)
+
+    def exchange(self, size: int) -> float:
+        """This much of every rank, a part for each: those of a node share its network."""
+        if self.is_alone:
+            return 0.0
+        inside = size / self._rates.link if self._ranks > 1 else 0.0
+        if not self._is_spread:
+            return inside
+        return max(inside, self._ranks * size * (self._nodes - 1) / self._nodes / self._rates.network)
+
+    def hop_twice(self, size: int) -> float:
+        """Likewise first among the ranks of a node, so that the network carries each part once for a node."""
+        if self.is_alone:
+            return 0.0
+        inside = size * (self._ranks - 1) / self._ranks / self._rates.link if self._ranks > 1 else 0.0
+        return inside + size * (self._nodes - 1) / self._nodes / self._rates.network if self._is_spread else inside
 
     def latency(self, collectives: int) -> float:
         return 0.0 if self.is_alone else collectives * self._latency
@@ -359,7 +401,8 @@ def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *,
         # 8-bit states are a quarter; without master weights there is nothing to cast.
         saved = {"adamw8bit": 12, "paged_adamw8bit": 12, "sgd": 16, "adafactor": 8}.get(levers.optimizer, 0)
         moved = STEP_BYTES - saved - (0 if levers.master_weights else 12)
-        return StepTime(numel * moved / rates.card.memory, launches, 0.0, 0.0)
+        packed = gradient_messages(shape, levers, hardware.world).packed * PACKING_BYTES.get(levers.compress, 0)
+        return StepTime((numel * moved + packed) / rates.card.memory, launches, 0.0, 0.0)
     ranks = 1 if rehearsal else hardware.gpus_per_node
     each = constants.HOST_ADAM_BYTES + constants.HOST_STEP_BYTES / constants.HOST_PASS_SHARE
     if levers.is_fsdp2:

@@ -103,6 +103,10 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
         if changed:
             found.ways.append(changed[-1].way)
     chosen = choose(found.ways)
+    faster = costly.compress(question, chosen) if chosen is not None and not changed and advice else None
+    if faster is not None and "compress" in job.limits.allow:
+        changed, chosen = (faster,), faster.way
+        found.ways.append(chosen)
     spared: tuple[Said, ...] = ()
     if chosen is not None and not changed:
         found, chosen, spared = _spare_compiling(job, question, found, chosen)
@@ -127,6 +131,8 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
         hours=None if chosen is None else reasons.hours(job, question.effective_batch, chosen),
         unproven=reasons.unproven(question.hardware),
     )
+    if faster is not None and not changed:
+        answer = replace(answer, remedies=(faster,))
     if chosen is None and advice:
         needed = costly.count_gpus(question, batch_asked=job.effective_batch is not None)
         answer = replace(answer, remedies=costly.remedies(question), gpus_needed=needed)

@@ -29,6 +29,7 @@ from tightfit.pace.work import ELEMENTWISE
 from tightfit.planner.selection import selections
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
+    COMPRESSING,
     DDP,
     PARTS,
     STRATEGY,
@@ -154,6 +155,8 @@ def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int
 def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
     """What no engine does, or does wrongly, or does so that it cannot be saved."""
     moved = levers.offload_optimizer != "none"
+    if levers.engine != COMPRESSING.get(levers.compress, levers.engine):
+        return False
     if moved and levers.optimizer != "adamw":
         return False  # the host's optimizer is DeepSpeed's CPU Adam
     if ours and levers.optimizer in EIGHT_BIT and (levers.engine not in BY_PARAMETER or _is_pure(levers)):

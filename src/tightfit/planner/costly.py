@@ -13,14 +13,15 @@ from functools import lru_cache
 from itertools import combinations
 from typing import get_args
 
+from tightfit.inputs.layouts import find_compression_obstacle
 from tightfit.job import Allowance
 from tightfit.messages import Message
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS
-from tightfit.planner.plan import Remedy
+from tightfit.planner.plan import Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import fits_at_all, search, something_fits
-from tightfit.types import Hardware, ModelShape
+from tightfit.types import COMPRESSING, Compress, Hardware, ModelShape
 
 ORDER: tuple[Allowance, ...] = get_args(Allowance)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -28,9 +29,13 @@ SHORTEST = 128
 LEAST_RANK = 1
 MOST_GPUS = 1024
 FULL_NODE = 8  # GPUs that one machine takes
+MILDEST_FIRST: tuple[Compress, ...] = ("zeropp", "onebit", "powersgd")
+DOMINATES, WORTH = 0.5, 0.8
+"""Communication's share of a step from which on it is worth a thought, and how long a compressed step may be."""
 
 _SAID = [
-    *("plan.effect-precision", "plan.effect-8bit", "plan.effect-rank", "plan.effect-quantize", "plan.effect-targets"),
+    *("plan.effect-precision", "plan.effect-8bit", "plan.effect-compress"),
+    *("plan.effect-rank", "plan.effect-quantize", "plan.effect-targets"),
     *("plan.effect-shorter", "plan.effect-lora", "plan.effect-skip", "plan.effect-pure", "plan.effect-model"),
 ]
 EFFECTS: dict[Allowance, Message] = dict(zip(ORDER, map(Message, _SAID), strict=True))
@@ -103,6 +108,27 @@ def _smallest(question: Question, name: Allowance) -> Remedy | None:
             if best is not None:
                 return Remedy(allowance=name, cost=cost, effect=EFFECTS[name], way=best)
     return None
+
+
+def compress(question: Question, chosen: Way) -> Remedy | None:
+    """Compressed messages, where a step mostly waits for them and would be much shorter. Of the ways to compress, a
+    later one only where it is much faster yet, since it does more to the loss (docs/compression.md)."""
+    told = chosen.pace.causes.get("communication", 0.0)
+    if question.base.compress != "none" or not chosen.is_paced or told < DOMINATES * chosen.pace.step_s:
+        return None
+    best, remedy = chosen, None
+    for how in MILDEST_FIRST:
+        engine = COMPRESSING[how]
+        changed = _with(question, compress=how, engine=engine)
+        pinned = "engine" in question.pinned and question.base.engine != engine
+        if pinned or find_compression_obstacle(changed.base, question.shape, chosen.world) is not None:
+            continue
+        way = search(changed, nearest=False).best
+        if way is not None and way.pace.step_s < WORTH * best.pace.step_s:
+            said = {"how": how, "step": way.pace.step_s, "before": chosen.pace.step_s}
+            cost = Message("plan.cost-compress", **said)
+            best, remedy = way, Remedy(allowance="compress", cost=cost, effect=EFFECTS["compress"], way=way)
+    return remedy
 
 
 def _with(question: Question, **changes: object) -> Question:

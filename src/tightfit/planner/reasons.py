@@ -84,7 +84,7 @@ def _training(way: Way) -> tuple[object, ...]:
     """All that changes the result."""
     levers = way.levers
     what = (way.shape.name, levers.method, levers.lora, levers.sequence, levers.frozen_layers, levers.trains)
-    return (*what, levers.precision, levers.optimizer, levers.master_weights)
+    return (*what, levers.precision, levers.optimizer, levers.master_weights, levers.compress)
 
 
 def _distance(way: Way) -> tuple[float, float]:
@@ -228,7 +228,8 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
             sentences.append(Message("plan.zero-left-out"))
         sentences += [Message("plan.changes-training", change=change) for change in chosen.changes]
         others = [way for way in plan.alternatives if _training(way) != _training(chosen)]
-        if chosen.changes and others:
+        sentences += [remedy_message("plan.faster-change", remedy) for remedy in plan.remedies]
+        if chosen.changes and others and chosen.levers.compress == job.compress:
             nearest = _nearest(min(others, key=_distance))
             sentences.append(Message("plan.nothing-without-change", nearest=nearest))
         elif not chosen.changes and job.limits.allow:
@@ -401,6 +402,7 @@ def _idle(allowance: str, job: Job) -> Message | None:
         "lora-rank": job.lora.rank == 1 and Message("plan.rank-lowest"),
         "8bit-optimizer": job.optimizer != "adamw" and Message("plan.only-for-adamw", optimizer=job.optimizer),
         "precision": job.precision != "fp32" and Message("plan.precision-already", precision=job.precision),
+        "compress": Message("plan.compress-saves-seconds"),
         "pure-16bit": not job.master_weights and Message("plan.pure-already", precision=job.precision),
     }
     return made.get(allowance) or None

@@ -12,6 +12,7 @@ from collections.abc import Set
 from dataclasses import replace
 
 from tightfit.job import Job, Saving
+from tightfit.memory.compressed import gradient_messages
 from tightfit.messages import Message
 from tightfit.pace.failures import (
     BESIDE_COPY_S,
@@ -53,7 +54,8 @@ def checkpoint_bytes(job: Job, way: Way) -> int:
     width = 4 if way.levers.precision == "fp32" else 2
     weights = way.shape.parameters * width if way.levers.method == "full" else trained * width
     masters = trained * 4 if way.levers.master_weights and width == 2 else 0
-    return weights + masters + (trained * ADAM_BYTES if "adam" in job.optimizer else 0)
+    kept = way.world * gradient_messages(way.shape, way.levers, way.world).kept  # every rank's own
+    return weights + masters + kept + (trained * ADAM_BYTES if "adam" in job.optimizer else 0)
 
 
 def settle_saving(plan: Plan, *, is_open: bool) -> Plan:

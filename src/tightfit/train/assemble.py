@@ -114,6 +114,10 @@ def assemble(
 
         model = skeleton()
         oddities = build.audit(model, working)
+        if levers.compress == "zeropp":
+            from tightfit.train.zeropp import compress_deepspeed
+
+            compress_deepspeed(place, config.world.gpus_per_node)
         if zero3:
             assert config.deepspeed is not None
             model = build.partition(model, kernel, config.deepspeed, trust_remote_code=trusted)

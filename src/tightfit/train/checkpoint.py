@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tightfit.hardware.machine import free_ram
 from tightfit.messages import Message, as_json, from_json, message_of, say_why
@@ -67,6 +68,7 @@ from tightfit.train.sources import adapter_name, name_parts, names_of, rename_pi
 
 SLACK_BYTES = 64 * 2**20  # for config, tokenizer, manifest, and what a file system needs for itself
 ALIGNED = 64
+OWN = "rank"  # the kind of state that is a rank's own
 SPARE_BYTES = 2 * 2**30  # what must stay free on the host beside the buffers
 
 
@@ -344,17 +346,24 @@ def state_name(path: str) -> str:
     return adapter_name(path) if ".lora_" in path else plain_name(path)
 
 
+def own_shape(tensor: Tensor, world: int) -> tuple[int, int]:
+    """Of what each rank has for itself: a row each."""
+    return world, tensor.numel()
+
+
 def state_set(engine: Engine, nodes: NodeDisks, *, masters: bool) -> TensorSet | None:
     """fp32 copies and moments of everything that trains, as `exp_avg/NAME`; None: there are none."""
     shapes = {kind: held for kind, held in engine.shapes().items() if kind != MASTER or masters}
     apart = MASTER in shapes
     if masters and not apart:  # the weights themselves rest in fp32
         shapes = {MASTER: engine.trained(), **shapes}
-    names: Names = {
-        f"{kind}/{state_name(path)}": (shape, torch.float32)
-        for kind, held in shapes.items()
-        for path, shape in held.items()
+    own = engine.own_states()
+    shaped = {name: own_shape(tensor, len(nodes.of_rank)) for name, tensor in own.items()}
+    every = {
+        **{f"{kind}/{state_name(path)}": shape for kind, held in shapes.items() for path, shape in held.items()},
+        **{f"{OWN}/{name}": shape for name, shape in shaped.items()},
     }
+    names: Names = {name: (shape, torch.float32) for name, shape in every.items()}
     if not names:
         return None
 
@@ -367,5 +376,7 @@ def state_set(engine: Engine, nodes: NodeDisks, *, masters: bool) -> TensorSet |
             turn = turn_of(nodes, number, state, alike=state.alike)
             if turn and (masters or state.kind != MASTER):
                 yield piece_of(f"{state.kind}/{state_name(state.path)}", state, turn)
+        for name, tensor in own.items():
+            yield TensorPiece(f"{OWN}/{name}", shaped[name], nodes.rank * tensor.numel(), tensor)
 
     return TensorSet(names=names, pieces=pieces, style=FileStyle(stem=f"{OPTIMIZER}/states"))

@@ -27,7 +27,7 @@ from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import OPTIMIZER, SCHEMA, Span, Torn
 from tightfit.runs.folder import AUTO, NONE, set_aside
 from tightfit.train.assemble import Reader, TensorSource, read_into
-from tightfit.train.checkpoint import state_name
+from tightfit.train.checkpoint import OWN, own_shape, state_name
 from tightfit.train.config import WorkerConfig
 from tightfit.train.data.samples import Samples
 from tightfit.train.deepspeed_checkpoint import DeepSpeedCheckpoint, NamedTensors
@@ -45,7 +45,7 @@ SILENT = ("_name_or_path", "transformers_version", "architectures", "dtype", "to
 SAVED_AS = ("rescale_prenorm_residual",)
 """Fields that a saved model has otherwise than the one that is made from scratch."""
 JOB_LEVERS = ("trains", "frozen_layers", "precision", "optimizer", "sequence")
-PLAN_LEVERS = ("precision", "method", "micro_batch", "accumulation", "offload_optimizer", "offload_param")
+PLAN_LEVERS = ("precision", "method", "micro_batch", "accumulation", "offload_optimizer", "offload_param", "compress")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +230,10 @@ class CheckpointFiles:
     def holds(self, kind: str, name: str) -> bool:
         return f"{kind}/{name}" in self._stored
 
+    def of_ranks(self) -> Mapping[str, tuple[int, ...]]:
+        """What each rank had for itself, and its shape."""
+        return {name.removeprefix(f"{OWN}/"): each.shape for name, each in self._stored.items() if name.startswith(OWN)}
+
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         if not self._is_there(name, shape):
             raise ConfigError(Message("train.checkpoint-lacks-adapter", name=name, shape=list(shape)))
@@ -253,9 +257,9 @@ StoredStates = CheckpointFiles | NamedTensors  # fp32 copies and moments, by the
 
 def load(
     found: FoundCheckpoint, engine: Engine, weights: TensorSource, states: StoredStates, place: Place, *, filled: bool
-) -> None:
+) -> Message | None:
     """Weights that train, their fp32 copies, moments and counters, as they were. `filled`: the model was filled from
-    the checkpoint's weights."""
+    the checkpoint's weights. A sentence about what could not be taken over."""
 
     def moment(kind: str) -> Reader:
         return lambda path, *where: states.read_state(kind, state_name(path), *where)
@@ -281,6 +285,7 @@ def load(
                 continue
             read = master if state.kind == MASTER else moment(state.kind)
             read_into(state.tensor, read, state.path, state.shape, state.start, state.columns)
+        lost = _load_own(engine.own_states(), states, place)
     states.close()
     try:
         steps, scale = int(found.state["optimizer"]["steps"]), found.state["loss_scale"]
@@ -288,3 +293,15 @@ def load(
     except (KeyError, TypeError, ValueError):
         raise Torn(Message("train.state-lacks")) from None
     engine.go_on(counters, found.step)
+    return lost
+
+
+def _load_own(own: Mapping[str, Tensor], states: StoredStates, place: Place) -> Message | None:
+    """What compressed messages had left out, where the ranks are the same; or that it is lost."""
+    stored = states.of_ranks() if isinstance(states, CheckpointFiles) else {}
+    if stored != {name: own_shape(tensor, place.world) for name, tensor in own.items()}:
+        return Message("train.left-out-lost")
+    for name, tensor in own.items():
+        shape = own_shape(tensor, place.world)
+        read_into(tensor, partial(states.read_state, OWN), name, shape, place.rank * tensor.numel())
+    return None

@@ -215,6 +215,7 @@ class Worker:
             seconds, peak_bytes, recomputed = probe(made.engine, windows, largest, milestones, place)
             self.events.write("probe", seconds=round(seconds, 3), peak_bytes=peak_bytes)
             self._prove(recomputation(made.recomputed, recomputed, made.within))
+        made.engine.expect(steps)
         if found is not None:
             self._load(found, made)
         model = model_set(made, config, prepared.tokenizer, nodes)
@@ -332,9 +333,11 @@ class Worker:
         else:
             states = resume.CheckpointFiles(found.folder, found.files)
             weights = open_weights(found.folder, made.twin, files=found.files) if whole else states
-        resume.load(found, made.engine, weights, states, self.place, filled=whole)
+        lost = resume.load(found, made.engine, weights, states, self.place, filled=whole)
         if found.files is not None:
             found.files.finish()
+        if lost is not None:
+            self.events.write("warning", text=lost)
         self.events.report(Message("train.loading-checkpoint"), 1, 1)
 
     def assemble(self, prepared: Prepared, found: FoundCheckpoint | None) -> Assembled:

@@ -211,10 +211,18 @@ def test_a_second_copy_is_shared_by_a_group(stage: int, size: int, group: int) -
 
 
 @pytest.mark.parametrize(
+    ("stage", "quantized", "compress"), [(3, True, "zeropp"), (3, False, "none"), (2, True, "none")]
+)
+def test_weights_of_eight_bits_are_zeropp(stage: int, quantized: bool, compress: str) -> None:
+    said = read({"zero_optimization": {"stage": stage, "zero_quantized_weights": quantized}})
+    assert to_levers(said, Levers()).compress == compress
+
+
+@pytest.mark.parametrize(
     ("values", "named"),
     [
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "ratio"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
         ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size"),
         ({"communication_data_type": "fp32"}, "communication_data_type"),
     ],

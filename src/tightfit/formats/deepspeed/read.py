@@ -23,7 +23,7 @@ from tightfit.formats.document import parse_json_document
 from tightfit.inputs.spelling import Fields, nearest, read_text, shown, unknown_key
 from tightfit.inputs.versions import release
 from tightfit.messages import Choice, Message
-from tightfit.types import STAGES, ZERO3, Buckets, ConfigError, Engine, Levers, Offload, Optimizer, Precision
+from tightfit.types import STAGES, ZERO3, Buckets, Compress, ConfigError, Engine, Levers, Offload, Optimizer, Precision
 
 _ENGINES: tuple[Engine, ...] = tuple(STAGES)
 
@@ -46,6 +46,7 @@ class DeepSpeedSettings:
     offload_optimizer: Offload
     offload_param: Offload
     shard_within: int
+    compress: Compress
     buckets: Buckets
     precision: Precision | None
     micro_batch: int | None
@@ -96,6 +97,7 @@ def read_deepspeed(
         offload_optimizer=offload_optimizer,
         offload_param=offload_param,
         shard_within=_read_group(zero, stage),
+        compress="zeropp" if stage == 3 and zero.switch("zero_quantized_weights") else "none",
         buckets=_buckets(zero, stage, hidden_size, version, because),
         precision=_precision(top, because),
         micro_batch=top.integer("train_micro_batch_size_per_gpu", least=1),
@@ -136,6 +138,7 @@ def to_levers(settings: DeepSpeedSettings, base: Levers, *, world: int | None = 
         offload_optimizer=settings.offload_optimizer,
         offload_param=settings.offload_param,
         shard_within=settings.shard_within,
+        compress=settings.compress,
         buckets=settings.buckets,
         precision=precision,
         micro_batch=micro or base.micro_batch,

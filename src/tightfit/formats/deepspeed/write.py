@@ -14,6 +14,8 @@ not by another. Which keys a release knows is asked of `keys.py`. Left out on pu
 - `activation_checkpointing`. It acts on models that call `deepspeed.checkpointing`, which Hugging Face's never do.
 - `leaf_module`, `zenflow`. Absent, the first is DeepSpeed's list of expert layers and the second is off.
 - `stage3_model_persistence_threshold`, which is unbounded; `aio`, whose defaults are those that we would write.
+- `zero_quantized_gradients`: between nodes its matrices are sums where its vectors are means, and bf16 is read as fp16
+  (0.19.8); `train/zeropp.py` does it for our own worker.
 - `communication_data_type`: accelerate sets it to fp32 for bf16 on ROCm, to keep an overflow from the weights.
 """
 
@@ -131,6 +133,7 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
         block["stage3_gather_16bit_weights_on_model_save"] = _can_gather(way)
         if levers.shard_within:
             block["zero_hpz_partition_size"] = levers.shard_within
+        block["zero_quantized_weights"] = levers.compress == "zeropp"
     return block | _offload(way, nvme_path)
 
 

@@ -262,6 +262,14 @@ class Engine(ABC):
         who = (not shard.cut, shard.is_copy, shard.columns, shard.holders)
         return State(kind, shard.path, shard.shape, start, values, *who)
 
+    def expect(self, steps: int) -> None:  # noqa: B027 - most have no use for it
+        """The run has so many steps in all."""
+
+    def own_states(self) -> Mapping[str, Tensor]:
+        """What only this rank has, and only ranks of the same number and way of sharing could use, flat, by name: what
+        a compressed message left out. Every rank has tensors of the same size."""
+        return {}
+
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """`last`: of the window; what follows is its step."""

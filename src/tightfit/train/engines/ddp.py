@@ -5,11 +5,14 @@ more than the GPU's work on a small batch, and for nothing where the model fits,
 autograd leaves its gradients where they are, and the optimizer works on fp32 copies of what trains. Gradients are
 widened all at once: before the step or, with accumulation, after each micro batch, so that nothing is added up in 16
 bits. Then the ranks add them up, in one message. In fp32, and in pure 16 bits, there are no copies.
+
+Where that message is to be compressed, gradients lie side by side in fp32 too. Whether one of them is not finite is
+asked first: what error feedback has once taken up it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +21,9 @@ from torch import Tensor
 
 from tightfit.inputs.flags import find_ddp_obstacle
 from tightfit.train import optimizers
+from tightfit.train.compression import OneBit, PowerSgd, count_warm_up, step_by_signs
 from tightfit.train.config import OptimizerConfig
-from tightfit.train.engines import MASTER, Launched, Shapes, State, moments
+from tightfit.train.engines import MASTER, Counters, Launched, Shapes, State, moments
 from tightfit.train.engines.scaled import ScaledEngine
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
@@ -40,6 +44,17 @@ class Ddp(ScaledEngine):
         self._optimizer = optimizers.make_optimizer(levers.optimizer, groups, fused=True)
         self._has_copies, self._accumulates = has_copies, has_copies and levers.accumulation > 1
         self._wide: Tensor | None = None  # all gradients in fp32, from the first micro batch to the step
+        self._compressor: PowerSgd | OneBit | None = None
+        if levers.compress == "powersgd":
+            self._compressor = PowerSgd([copy.shape for copy in self._copies], place)
+        elif levers.compress == "onebit":
+            self._compressor = OneBit(sum(copy.numel() for copy in self._copies), place)
+        self._taken = 0  # steps
+        self._exact = 1  # so many of them send all; a probe and a rehearsal are to see both kinds
+
+    def expect(self, steps: int) -> None:
+        if self._levers.compress in ("powersgd", "onebit") and not self._place.rehearsal:
+            self._exact = count_warm_up(self._levers.compress, steps)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         super().backward(loss, last=last)
@@ -49,15 +64,41 @@ class Ddp(ScaledEngine):
     @torch.no_grad()
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
-        if self._has_copies and not self._accumulates:
+        if (self._has_copies or self._compressor is not None) and not self._accumulates:
             self._widen()
-        self._share()
-        self._scaler.unscale_(self._optimizer)
-        launched = self._launch([copy.grad for copy in self._copies if copy.grad is not None])
+        self._taken += 1
+        if self._compressor is None or self._taken <= self._exact:
+            self._share()
+            self._scaler.unscale_(self._optimizer)
+            launched = self._launch(self._shared_grads())
+        else:
+            launched = self._step_compressed(self._compressor)
         self._wide = None
         if self._has_copies:
             torch._foreach_copy_(self._trained, self._copies)
         return launched
+
+    def _shared_grads(self) -> list[Tensor]:
+        return [copy.grad for copy in self._copies if copy.grad is not None]
+
+    def _step_compressed(self, compressor: PowerSgd | OneBit) -> Launched:
+        assert self._wide is not None
+        largest = torch.linalg.vector_norm(self._wide, float("inf"))
+        spoilt = largest.isfinite().logical_not().float()
+        dist.all_reduce(spoilt)
+        if is_spoilt := bool(spoilt):
+            self._wide.fill_(torch.nan)  # on every rank alike, as the loss scale must be
+        self._scaler.unscale_(self._optimizer)
+        if is_spoilt:
+            return self._launch(self._shared_grads())
+        if isinstance(compressor, PowerSgd):
+            compressor.share(self._wide)
+            return self._launch(self._shared_grads())
+        norm = compressor.measure(self._wide, seed=self._taken)
+        if self._clip > 0:
+            self._wide.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0))
+        step_by_signs(self._optimizer, self._wide, compressor, self._exact, self._taken)
+        return self._finish(norm, torch.zeros_like(spoilt))
 
     @torch.no_grad()
     def _widen(self) -> None:
@@ -89,6 +130,19 @@ class Ddp(ScaledEngine):
         for each in [_grad(param) for param in self._trained] if self._wide is None else [self._wide]:
             dist.all_reduce(each)
             each.div_(self._place.world)
+
+    def forget(self) -> None:
+        super().forget()
+        self._taken = 0
+        if self._compressor is not None:
+            self._compressor.forget()
+
+    def go_on(self, counters: Counters, step: int) -> None:
+        super().go_on(counters, step)
+        self._taken = step if counters.optimizer_steps else 0  # or there are no moments to go on with
+
+    def own_states(self) -> Mapping[str, Tensor]:
+        return {} if self._compressor is None else self._compressor.states()
 
     def states(self, *, write: bool) -> Iterator[State]:
         optimizers.make_states(self._optimizer)

@@ -44,7 +44,8 @@ from tightfit.types import ConfigError, Levers
 NVME_BUFFERS = 5  # DeepSpeed's own number, where a file says none
 ONE, TWO = Message("train.minutes", minutes=1), Message("train.minutes", minutes=2)
 ONE_TO_TWO = Message("train.minutes-to", least=1, most=2)
-USUALLY = {"deepspeed_shm_comm": ONE, "cpu_adam": ONE_TO_TWO, "async_io": TWO, "fused_adam": ONE_TO_TWO}
+USUALLY = {"deepspeed_shm_comm": ONE, "async_io": TWO}
+USUALLY |= dict.fromkeys(("cpu_adam", "fused_adam", "quantizer"), ONE_TO_TWO)
 """How long a part is compiled, on two free cores, by its folder."""
 LOOK_S = 1.0
 

@@ -45,6 +45,9 @@ class ScaledEngine(Engine):
         norm = optimizers.clip(grads, self._clip, reduce, copies)
         spoilt = torch.isfinite(norm).logical_not().float()
         optimizers.step_unless(self._optimizer, spoilt)
+        return self._finish(norm, spoilt)
+
+    def _finish(self, norm: Tensor, spoilt: Tensor) -> Launched:
         self._scaler.update()
         self._optimizer.zero_grad()
         scale = self._scaler._get_scale_async() if self._scaler.is_enabled() else None
