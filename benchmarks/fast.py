@@ -38,7 +38,20 @@ STEPS, WARM_UP = 20, 4
 ROOM_GIB, PEER_GIB = 125, 60  # for all that start together; what a plain loop may hold
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "fast.md"
-SETS = ("", "-later", "-after", "-last", "-again", "-groups", "-sequences")
+SETS = (
+    "",
+    "-later",
+    "-after",
+    "-last",
+    "-again",
+    "-groups",
+    "-sequences",
+    "-tensor",
+    "-pipelines",
+    "-experts",
+    "-tiled",
+    "-compressed",
+)
 MEMORY = [HERE / "data" / f"h200-fast-memory{each}" for each in SETS]
 """Sets of rows that `fast_memory.py` predicted (`…-predicted.json`), then measured (`….jsonl`)."""
 WORTH_A_WORD = ("layers", "fused")

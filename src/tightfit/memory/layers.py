@@ -48,10 +48,10 @@ def recompute_cost(
 
 
 def has_parts(block: Block, setting: Setting) -> bool:
-    """Whether each of its matrices belongs to a part: not in an unknown layer, nor where adapters are added to the
-    stacked matrices of experts (`has_parts` in train/recompute.py)."""
+    """Whether each of its matrices belongs to a part: not in an unknown layer, where its MLP is tiled, nor where
+    adapters are added to the stacked matrices of experts (`has_parts` in train/recompute.py)."""
     experts = isinstance(block.mlp, Moe) and adapts_experts(block.mlp, setting)
-    return not isinstance(block.mixer, Traced) and not experts
+    return not isinstance(block.mixer, Traced) and not experts and not setting.tiled
 
 
 @lru_cache(maxsize=48)
