@@ -12,9 +12,9 @@ from tightfit.types import Mlp, Moe
 DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.dense_4h_to_h")
 UP = ("mlp.up_proj", "mlp.c_fc", "mlp.dense_h_to_4h")
 BUSIEST_EXPERT = 0.5
-"""How many more rows than the mean the busiest expert of a layer gets. An assumption about routers that were trained to
-share tokens out: papers on balancing call the number `MaxVio` (arXiv 2408.15664) and report about this much for models
-trained with an auxiliary loss. Nothing holds a router to it, and a rank that gets more rows holds more."""
+"""How many more rows than the mean the busiest expert of a layer gets: an assumption about routers that were trained to
+share tokens out (papers on balancing call the number `MaxVio`). Nothing holds a router to it, and a rank that gets more
+rows holds more."""
 
 
 def busiest_load(experts: int, ranks: int) -> float:

@@ -161,7 +161,7 @@ def gather_at_once(gather: Callable[..., Any]) -> Callable[..., Any]:
         told = how.bind(*words, **named).arguments
         output, given, *_ = told.values()
         if told.get("async_op"):
-            rest = {name: value for name, value in list(told.items())[2:]}
+            rest = dict(list(told.items())[2:])
             return gather(output.view(-1), given.view(-1), **rest)  # torch's fake group takes no other shapes
         rank, world = dist.get_rank(told.get("group")), dist.get_world_size(told.get("group"))
         rows, row = output.view(world, -1), given.view(1, -1)
