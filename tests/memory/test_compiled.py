@@ -106,9 +106,11 @@ WIDER = {
     "1B_full_ZeRO-3_in_groups_of_4_none": 0.012,
     "Qwen3_8B_full_FSDP2_4_GPUs_per_sequence_mlp": 0.007,
     "8B_LoRA_ZeRO-3_4_GPUs_per_sequence_of_131072_in_tiles": 0.0095,
+    "1B_full_ZeRO-3_ZeRO++": 0.0065,
+    "8B_LoRA_ZeRO-3_ZeRO++": 0.016,
 }
 """Where the error is more than half a percent: attention that is written out in the layer (Gemma 2's), whose products
-inductor orders in a way of its own, and three runs whose reason nobody knows."""
+inductor orders in a way of its own, ZeRO++, and three runs whose reason nobody knows."""
 
 
 @pytest.mark.parametrize("row", REHEARSED, ids=lambda row: row["job"])

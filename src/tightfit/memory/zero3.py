@@ -96,12 +96,12 @@ def _passes(job: MemoryJob, base: Components, whole: Gathered) -> dict[PhaseName
         "backward": combine(base, peak.components(acts.shared)),
     }
     if job.levers.compress == "zeropp":
-        unpacking = unpacking_bytes(max(job.weights.largest_trainable, job.weights.largest_frozen))
+        # A pass holds most while a layer runs. The head is put together before the logits are there.
+        unpacking = unpacking_bytes(max(tensor.numel for block in job.shape.blocks for tensor in block.tensors))
         filled = min(job.levers.buckets.reduce_bucket, job.weights.trainable_numel)
         scattering = scattering_bytes(filled) if job.levers.trainer == "tightfit" else 0
-        for name, parts in passes.items():
-            more = max(unpacking, scattering) if name == "backward" else unpacking
-            passes[name] = combine(parts, {"buckets": more})
+        passes["forward"] = combine(passes["forward"], {"buckets": unpacking})
+        passes["backward"] = combine(passes["backward"], {"buckets": max(unpacking, scattering)})
     if (ranks := job.levers.shard_within) and job.levers.offload_param == "none":
         # hpZ: the weights once more, among fewer ranks. A step makes the copies void, and a parameter's comes back when
         # it is released: what is still whole in the forward pass has none.
