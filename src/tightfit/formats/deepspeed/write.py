@@ -133,7 +133,8 @@ def _zero(way: Way, nvme_path: str | None) -> Block:
         block["stage3_gather_16bit_weights_on_model_save"] = _can_gather(way)
         if levers.shard_within:
             block["zero_hpz_partition_size"] = levers.shard_within
-        block["zero_quantized_weights"] = levers.compress == "zeropp"
+        if levers.compress == "zeropp":
+            block["zero_quantized_weights"] = True
     return block | _offload(way, nvme_path)
 
 
