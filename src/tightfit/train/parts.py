@@ -3,8 +3,8 @@
 The first rank of each node tells all what lies in its folder. Parts of one checkpoint are known by their id, so it does
 not matter which node wrote them, nor under which number. To whoever reads, the files of the whole checkpoint are there
 (`PartFiles`): a range that lies on this node's disk is read there, any other one comes over the process group from the
-first rank of a node that has it, where a thread waits for such questions. NodeDisks, ranks and layout may therefore be
-others than those that wrote the parts; where they are the same, next to nothing travels.
+first rank of a node that has it, where a thread waits for such questions. Nodes, ranks and layout may therefore
+differ from those that wrote the parts; where they are the same, next to nothing travels.
 
 The trained model is wanted in one folder. Other nodes send what they would have written to rank 0, a piece at a time.
 """
