@@ -35,7 +35,7 @@ from tightfit.memory.compressed import RANK, SKETCHED, SKETCHES, is_worth
 from tightfit.memory.compressed import SIGNED as BLOCK
 from tightfit.memory.compressed import SIGNED_PIECE as PIECE
 from tightfit.train.optimizers import BETAS, EPS
-from tightfit.train.place import Place
+from tightfit.train.place import Place, gather_into
 
 WARM_UP: dict[str, float] = {"powersgd": 0.1, "onebit": 0.2}
 """The share of a run's steps that is exact: as torch's and the authors of 1-bit Adam advise."""
@@ -163,9 +163,8 @@ class OneBit:
         for theirs, magnitudes in zip(got_bits.chunk(world), got_sizes.chunk(world), strict=True):
             add_unpacked(self.told, theirs, magnitudes / world)
         own_bits, own_sizes = pack(self.told)
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
-        gather(bits, own_bits)
-        gather(sizes, own_sizes)
+        gather_into(bits, own_bits)
+        gather_into(sizes, own_sizes)
         add_unpacked(flat.zero_(), bits, sizes)
 
     def measure(self, flat: Tensor, seed: int) -> Tensor:
