@@ -20,7 +20,7 @@ from tightfit.job import Job
 from tightfit.job.file import hardware_of as hardware_of_job
 from tightfit.job.file import job_from_flags, job_from_text, levers_of, model_of, names_in
 from tightfit.job.known import KnownConfig
-from tightfit.messages import Listing, Message, Said, id_of, text
+from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, find_checkpoint
 from tightfit.priced import Priced, strategy_name
@@ -96,10 +96,11 @@ def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | 
     for engine, optimizer, param in STRATEGIES:
         tried = replace(levers, engine=engine, offload_optimizer=optimizer, offload_param=param)
         try:
+            check_layout(tried, shape, world)
             rows.append((str(strategy_name(tried)), price(shape, tried, world, hardware)))
         except UserError as error:
             rows.append((str(strategy_name(tried)), str(error)))
-    return [*rows, (text("desk.model-parallel"), text("desk.not-run"))]
+    return rows
 
 
 def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Priced:
@@ -149,8 +150,7 @@ def _resolve(
         usual = replace(usual, precision="fp16")
         chosen.append(Message("desk.fp16-chosen", card=hardware.gpu.name))
     shape, base, said = _inputs(request, world, job, usual)
-    levers = levers_from_flags(flags_of(flags), shape, base)
-    check_layout(levers, shape, world)
+    levers = levers_from_flags(flags_of(flags), shape, base, world=world)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
     if levers.uses_deepspeed:
         said += version_said

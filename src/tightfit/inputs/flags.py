@@ -87,8 +87,11 @@ def _is_names(lever: Lever) -> bool:
     return any(get_origin(part) is tuple for part in get_args(lever.type))
 
 
-def levers_from_flags(said: Mapping[str, Any], shape: ModelShape, base: Levers | None = None) -> Levers:
-    """The levers that these flags mean for this model, on top of what a file said. None: not said."""
+def levers_from_flags(
+    said: Mapping[str, Any], shape: ModelShape, base: Levers | None = None, *, world: int | None = None
+) -> Levers:
+    """The levers that these flags mean for this model, on top of what a file said. None: not said. `world`: how many
+    GPUs there are; None: that is not known yet."""
     base = base or Levers()
     given: dict[str, dict[str, Any]] = {}
     for flag, value in said.items():
@@ -112,7 +115,7 @@ def levers_from_flags(said: Mapping[str, Any], shape: ModelShape, base: Levers |
     if levers.is_fsdp2 and levers.offload_param == "cpu" and levers.offload_optimizer == "none":
         # FSDP2 has one offload policy, for parameters, gradients and optimizer together.
         levers = replace(levers, offload_optimizer="cpu")
-    check_levers(levers, shape)
+    check_levers(levers, shape, world)
     return levers
 
 
@@ -144,7 +147,7 @@ def read_lever(lever: Lever, said: Any) -> Any:
     return said
 
 
-def check_levers(levers: Levers, shape: ModelShape) -> None:
+def check_levers(levers: Levers, shape: ModelShape, world: int | None = None) -> None:
     """Raise the first contradiction among the levers, or between them and the model."""
     for lever in _BOUNDED:
         value = lever_value(levers, lever)
@@ -168,7 +171,7 @@ def check_levers(levers: Levers, shape: ModelShape) -> None:
             raise ConfigError(Message("inputs.qlora-on-nvme"))
         if levers.lora is not None and levers.lora.dtype == "fp32" and levers.precision != "fp32":
             raise ConfigError(Message("inputs.fp32-on-nvme"))
-    check_layout(levers, shape)
+    check_layout(levers, shape, world)
     micro, depth = levers.micro_batch, shape.n_layers
     if micro * levers.sequence > MOST_TOKENS:
         raise ConfigError(Message("inputs.too-many-tokens", micro=micro, sequence=levers.sequence, most=MOST_TOKENS))

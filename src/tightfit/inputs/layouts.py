@@ -26,7 +26,8 @@ def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | N
         return Message("inputs.no-second-copy", size=size)
     ranks = None if world is None else world // levers.pipeline_parallel  # that have the same layers
     if ranks is not None and ranks % size:
-        return Message("inputs.groups-divide", size=size, world=ranks, sizes=Listing(map(str, divisors(ranks)), "or"))
+        said = {"size": size, "world": ranks, "sizes": Listing(map(str, divisors(ranks)), "or") if ranks > 1 else None}
+        return Message("inputs.groups-divide-stage" if ranks != world else "inputs.groups-divide", **said)
     return None
 
 
@@ -86,7 +87,9 @@ def find_tensor_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
     ]
     gpus = [each for each in (levers.shard_within, world) if each]
     may = [n for n in range(2, min(must) + 1) if not any(each % n for each in (*must, *gpus))]
-    return None if size in may else _say_sizes("--tensor-parallel", size, Message("inputs.heads-divide"), may, world)
+    if size in may:
+        return None
+    return _say_sizes("--tensor-parallel", size, Message("inputs.heads-divide"), may, world, levers.shard_within)
 
 
 def _can_be_shared(tensor: Tensor) -> bool:
@@ -142,13 +145,16 @@ def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         return Message("inputs.no-experts", size=size, model=shape.name)
     ranks = None if world is None else levers.shards(world)
     may = [n for n in range(2, min(experts) + 1) if not any(each % n for each in experts) and not (ranks or 0) % n]
-    return None if size in may else _say_sizes("--expert-parallel", size, Message("inputs.experts-divide"), may, world)
+    if size in may:
+        return None
+    return _say_sizes("--expert-parallel", size, Message("inputs.experts-divide"), may, world, levers.shard_within)
 
 
-def _say_sizes(flag: str, size: int, must: Message, may: list[int], world: int | None) -> Message:
-    """`must`: what of the model limits the size; `may`: those that would do."""
+def _say_sizes(flag: str, size: int, must: Message, may: list[int], world: int | None, within: int = 0) -> Message:
+    """`must`: what of the model limits the size; `may`: those that would do; `within`: the size of groups, if any."""
     sizes = Listing(map(str, may), "or") if may else None
-    return Message("inputs.layout-sizes", flag=flag, size=size, must=must, gpus=world, sizes=sizes)
+    said = {"flag": flag, "size": size, "must": must, "within": within or None, "gpus": world, "sizes": sizes}
+    return Message("inputs.layout-sizes", **said)
 
 
 def find_compression_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:

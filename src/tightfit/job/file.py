@@ -248,8 +248,8 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     """The user's part of the levers: what changes the result, and the free levers that were pinned.
 
     The rest has its defaults, for the planner to change. Where the engine is not pinned but an offload is, it
-    stands at zero3, which does every kind; where groups or rows of GPUs are, or layers that they share, at fsdp2. With
-    `file`, sentences name its fields instead of flags.
+    stands at zero3, which does every kind; where groups or rows of GPUs are, or layers or experts that they share, at
+    fsdp2. With `file`, sentences name its fields instead of flags.
     """
     said = {lever.flag: field_at(job, lever.path) for lever in LEVERS.values() if not (lever.free or lever.block)}
     if job.method != "full":
@@ -260,7 +260,7 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     engine: Engine = "zero0" if offloads == {"none"} else ZERO3
     if job.levers.get("shard_within") or job.levers.get("tensor_parallel", 1) != 1:
         engine = FSDP2 if job.trainer == "tightfit" else ZERO3
-    if job.levers.get("pipeline_parallel", 1) != 1:
+    if any(job.levers.get(name, 1) != 1 for name in ("pipeline_parallel", "expert_parallel")):
         engine = FSDP2
     engine = COMPRESSING.get(job.compress, engine)
     base = Levers(engine=engine)

@@ -111,17 +111,19 @@ def _smallest(question: Question, name: Allowance) -> Remedy | None:
 
 
 def compress(question: Question, chosen: Way) -> Remedy | None:
-    """Compressed messages, where a step mostly waits for them and would be much shorter. Of the ways to compress, a
-    later one only where it is much faster yet, since it does more to the loss (docs/compression.md)."""
+    """Compressed messages, where a step mostly waits for them, or some of the GPUs are left out because of them, and it
+    would be much shorter. Of the ways to compress, a later one only where it is much faster yet, since it does more to
+    the loss (docs/compression.md)."""
     told = chosen.pace.causes.get("communication", 0.0)
-    if question.base.compress != "none" or not chosen.is_paced or told < DOMINATES * chosen.pace.step_s:
+    is_slow = told >= DOMINATES * chosen.pace.step_s or chosen.world < question.hardware.world
+    if question.base.compress != "none" or not chosen.is_paced or not is_slow:
         return None
     best, remedy = chosen, None
     for how in MILDEST_FIRST:
         engine = COMPRESSING[how]
         changed = _with(question, compress=how, engine=engine)
         pinned = "engine" in question.pinned and question.base.engine != engine
-        if pinned or find_compression_obstacle(changed.base, question.shape, chosen.world) is not None:
+        if pinned or find_compression_obstacle(changed.base, question.shape, question.hardware.world) is not None:
             continue
         way = search(changed, nearest=False).best
         if way is not None and way.pace.step_s < WORTH * best.pace.step_s:

@@ -101,6 +101,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     free = Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
     said: list[Said] = [free, *explain_calibration(way), *explain_taught(way)]
     said += _of_row(way)
+    said += [each for each in way.footprint.because if id_of(each) == "price.busiest-experts"]
     said += _of_recomputation(question, way)
     said += _of_speed(question, way)
     if way.levers.loss == "fused" and "loss" not in question.pinned:

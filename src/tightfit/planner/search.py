@@ -172,7 +172,9 @@ def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
     hardware, like, rows = question.hardware, reference.levers, list[tuple[float, int, Levers]]()
     base = replace(question.base, engine=FSDP2, offload_optimizer="none", offload_param="none")
     sizes = sorted({*divisors(hardware.nodes), *divisors(hardware.gpus_per_node)})
-    for size, stages, within in product(sizes, (1, 2), {0, like.shard_within}):
+    per_gpu = (question.base.stages_per_gpu,) if "stages_per_gpu" in question.pinned else (1, 2)
+    groups = {question.base.shard_within} if "shard_within" in question.pinned else {0, like.shard_within}
+    for size, stages, within in product(sizes, per_gpu, groups):
         levers = replace(base, pipeline_parallel=size, stages_per_gpu=stages, shard_within=within)
         ranks = levers.data_ranks(hardware.world)
         has_groups = not within or (within < ranks and ranks % within == 0)

@@ -287,10 +287,15 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
 
 
 def _layout(levers: Levers) -> str:
-    """Groups with a copy of the weights each, GPUs that share layers, and pipelines, by their size."""
-    groups = f" ÷{levers.shard_within}" if levers.shard_within else ""
-    shared = f" TP{levers.tensor_parallel}" if levers.tensor_parallel > 1 else ""
-    return groups + shared + (f" »{levers.pipeline_parallel}" if levers.pipeline_parallel > 1 else "")
+    """Groups with a copy of the weights each, GPUs that share layers or experts, and pipelines, by their size."""
+    stages = f"×{levers.stages_per_gpu}" if levers.stages_per_gpu > 1 else ""
+    sizes = {
+        "÷": levers.shard_within,
+        "TP": levers.tensor_parallel if levers.tensor_parallel > 1 else 0,
+        "EP": levers.expert_parallel if levers.expert_parallel > 1 else 0,
+        "»": levers.pipeline_parallel if levers.pipeline_parallel > 1 else 0,
+    }
+    return "".join(f" {sign}{size}" for sign, size in sizes.items() if size) + stages
 
 
 def _parts(levers: Levers) -> str:
@@ -325,6 +330,10 @@ def _draw_legend(
         parts.append(text("screen.batch-note"))
     if any(way.levers.pipeline_parallel > 1 for _, way in rows):
         parts.append(text("screen.row-note"))
+    if any(way.levers.stages_per_gpu > 1 for _, way in rows):
+        parts.append(text("screen.stages-note"))
+    if any(way.levers.expert_parallel > 1 for _, way in rows):
+        parts.append(text("screen.experts-note"))
     places = {"opt": "screen.opt-note", "all": "screen.all-note", "NVMe+CPU": "screen.both-note"}
     offloads = {_offload(way.levers).partition(" ")[0] for _, way in rows if "offload" in columns}
     parts += [text(word) for key, word in places.items() if key in offloads]
