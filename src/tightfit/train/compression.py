@@ -136,20 +136,23 @@ def _views(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> list[Tensor]:
 
 
 class OneBit:
-    """`error` is what this rank has not sent yet, `told` what it has not told of its part of the sum."""
+    """`error` is what this rank has not sent yet, `told` what it has not told of its part of the sum; `settled`, on the
+    host, how many updates the second moment had when it was frozen, 0: it still changes."""
 
     def __init__(self, numel: int, place: Place, dtype: torch.dtype = torch.float32) -> None:
         self._numel, self._place = numel, place
         padded = -(-numel // (BLOCK * place.world)) * BLOCK * place.world
         self.error = torch.zeros(padded, dtype=dtype, device=place.device)
         self.told = torch.zeros(padded // place.world, dtype=dtype, device=place.device)
+        self.settled = torch.zeros(1)
 
     def states(self) -> dict[str, Tensor]:
-        return {"onebit.error": self.error, "onebit.told": self.told}
+        return {"onebit.error": self.error, "onebit.told": self.told, "onebit.settled": self.settled}
 
     def forget(self) -> None:
         self.error.zero_()
         self.told.zero_()
+        self.settled.zero_()
 
     def share(self, flat: Tensor) -> None:
         """The approximate mean over the ranks, in its place."""
@@ -181,11 +184,11 @@ class OneBit:
         return total
 
 
-def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit, warm_up: int, steps: int) -> None:
-    """AdamW's step number `steps`, whose second moment has not changed since step `warm_up`. `flat`: this rank's own
-    gradients, side by side in the order of the optimizer's parameters."""
+def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit, updates: int, steps: int) -> None:
+    """AdamW's step number `steps`, whose second moment has not changed since it had so many updates. `flat`: this
+    rank's own gradients, side by side in the order of the optimizer's parameters."""
     beta, second = BETAS
-    settled, begun = 1 - second**warm_up, 1 - beta**steps
+    settled, begun = 1 - second**updates, 1 - beta**steps
     held = [(group, param) for group in optimizer.param_groups for param in group["params"]]
     parts = torch.split(flat, [param.numel() for _, param in held])
 
