@@ -279,6 +279,35 @@ def test_a_node_that_does_not_see_the_folder(meeting: Meeting, monkeypatch: pyte
         meeting.assemble()
 
 
+def test_keys_that_are_made_at_once_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has one yet when all of them look."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    ready, made = threading.Barrier(8), []
+    write = wire.write_meeting
+
+    def write_together(path: Path) -> wire.MeetingRecord:
+        ready.wait(30)
+        return write(path)
+
+    monkeypatch.setattr(wire, "write_meeting", write_together)
+    threads = [threading.Thread(target=lambda: made.append(wire.make_key())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(made) == 8
+    assert None not in made
+    assert len(set(made)) == 1
+    assert [path.name for path in wire.key_path().parent.iterdir()] == [wire.KEY]
+
+
+def test_a_damaged_key_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    wire.key_path().parent.mkdir(parents=True)
+    wire.key_path().write_text("{")
+    assert wire.make_key() == wire.make_key() is not None
+
+
 def test_a_node_that_has_the_key_needs_not_see_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "BEAT_S", 0.1)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

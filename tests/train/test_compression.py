@@ -10,20 +10,25 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from plain import plain_losses, write_examples
 from running import LIMIT_S, Ran, edit, run_ranks, start_ranks, write_plan
 from test_resume import cut_off
 
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.inputs.layouts import check_layout
-from tightfit.memory.compressed import gradient_messages
+from tightfit.memory.compressed import SIGNED, gradient_messages
 from tightfit.model.load import load_model
 from tightfit.train.compression import OneBit, PowerSgd, count_warm_up
+from tightfit.train.config import OptimizerConfig
+from tightfit.train.engines.ddp import Ddp
 from tightfit.train.place import Place
 from tightfit.types import ConfigError, Levers
 
@@ -152,6 +157,83 @@ def test_another_number_of_ranks_goes_on_without_what_was_kept(tmp_path: Path, c
         assert max(rest.losses) < whole.losses[0]
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Place]:
+    """The one rank of a group."""
+    place = Place(rank=0, local_rank=0, world=1, device=torch.device("cpu"), launcher="tests")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield place
+    dist.destroy_process_group()
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(SIGNED))
+
+
+def make_engine(place: Place, scale_power: int | None = None) -> Ddp:
+    training = OptimizerConfig(
+        learning_rate=1e-2,
+        schedule="constant",
+        warmup=0.0,
+        epochs=None,
+        max_steps=None,
+        weight_decay=0.0,
+        clip=0.0,
+        first_scale_power=scale_power,
+        seed=0,
+    )
+    engine = Ddp(Small(), Levers(engine="ddp", compress="onebit", precision="fp32"), place, training)
+    engine.expect(10)
+    return engine
+
+
+def take_steps(engine: Ddp, grads: list[float]) -> None:
+    for grad in grads:
+        engine.backward(engine.model.weight.mul(grad).sum(), last=True)
+        engine.step(1e-2)
+
+
+def settled(engine: Ddp) -> int:
+    return int(engine.own_states()["onebit.settled"])
+
+
+def test_the_second_moment_counts_its_own_updates(alone: Place) -> None:
+    """Three of them, of another run, where this one would have had two."""
+    engine = make_engine(alone)
+    take_steps(engine, [1.0, 1.0])
+    engine.go_on(replace(engine.counters(), optimizer_steps=3), 5)
+    assert settled(engine) == 0
+    take_steps(engine, [1.0])
+    assert settled(engine) == 3
+    engine.forget()
+    assert settled(engine) == 0
+
+
+def test_steps_that_overflow_are_no_updates(alone: Place) -> None:
+    """Gradients that stay the same move weights by the learning rate."""
+    engine = make_engine(alone, scale_power=0)
+    take_steps(engine, [float("inf")] * 3)
+    assert engine.counters().optimizer_steps == 0
+    take_steps(engine, [1.0, float("inf"), 1.0])
+    assert settled(engine) == 0
+    before = engine.model.weight.detach().clone()
+    take_steps(engine, [1.0])
+    assert settled(engine) == 2
+    assert (before - engine.model.weight).tolist() == pytest.approx([1e-2] * SIGNED, rel=1e-3)
+
+
+def test_a_second_moment_without_updates_is_not_frozen(alone: Place) -> None:
+    """Without a loss scale nobody waits to see whether gradients were finite."""
+    engine = make_engine(alone)
+    take_steps(engine, [float("nan")] * 3)
+    take_steps(engine, [1.0])
+    assert settled(engine) == 0
+    take_steps(engine, [1.0])
+    assert settled(engine) == 1
+
+
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_mamba"])
 def test_the_price_counts_what_is_kept(model: str) -> None:
     shape = load_model(model)
@@ -159,7 +241,7 @@ def test_the_price_counts_what_is_kept(model: str) -> None:
     shapes = [torch.Size(tensor.shape) for tensor in shape.tensors]
     kept = {"powersgd": PowerSgd(shapes, place), "onebit": OneBit(shape.parameters, place)}
     for compress, each in kept.items():
-        held = sum(tensor.nbytes for tensor in each.states().values())
+        held = sum(tensor.nbytes for tensor in each.states().values() if tensor.numel() > 1)  # a number is on the host
         priced = gradient_messages(shape, Levers(engine="ddp", compress=compress), 4).kept
         extra = each.states()["powersgd.q"].nbytes if compress == "powersgd" else 0  # where iterations begin
         assert priced == held + extra

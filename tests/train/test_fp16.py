@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from running import Ran, edit, run_ranks, write_plan
+from small_models import MIXTRAL
 
 from tightfit.train.events import Events
 from tightfit.train.loop import OverflowWatch
@@ -72,6 +73,29 @@ def test_overflows_are_skipped_the_scale_falls_and_the_streak_names_a_layer(tmp_
     assert streak["streak"] == len(steps)
     assert "layers." in streak["layer"]
     assert streak["where"] == "backward"
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "layers": {"tensor_parallel": 2},
+    "experts": {"model": MIXTRAL, "expert_parallel": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", SHARED)
+def test_ranks_that_share_parts_scale_as_others_do(tmp_path: Path, what: str) -> None:
+    """Gradients of several meshes have one loss scale, and overflow together."""
+    flags = {**SMALL, "engine": "fsdp2", "precision": "fp16", "learning_rate": 1e-3, **SHARED[what]}
+    whole = run_well(write_plan(tmp_path / "whole", 2, **{**flags, "tensor_parallel": 1, "expert_parallel": 1}))
+    shared = run_well(write_plan(tmp_path / "shared", 2, **flags))
+    assert [step["loss_scale"] for step in shared.of("step")] == [2.0**12] * 3
+    assert not any(step["skipped"] for step in shared.of("step"))
+    assert shared.losses == pytest.approx(whole.losses, rel=2e-3)
+    norms = [[step["grad_norm"] for step in ran.of("step")] for ran in (shared, whole)]
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+    over = run_well(with_scale(write_plan(tmp_path / "over", 2, **flags), LARGEST_POWER))
+    assert all(step["skipped"] for step in over.of("step"))
+    assert [step["loss_scale"] for step in over.of("step")] == [2.0 ** (LARGEST_POWER - n) for n in (1, 2, 3)]
 
 
 @pytest.mark.thorough

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from tightfit.runs.processes import this_host
+from tightfit.train import reach
 from tightfit.train.place import Place
 from tightfit.train.reach import check_reach
 from tightfit.types import ConfigError
@@ -34,6 +36,12 @@ def test_a_plan_for_two_nodes_that_runs_on_one() -> None:
     store = HashStore()
     check_reach(store, place(1, local_rank=1), {})
     check_reach(store, place(0), {})
+
+
+def test_ranks_that_never_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "GROUP_TIMEOUT", timedelta(seconds=0.1))
+    with pytest.raises(ConfigError, match="1 of 2 ranks have come within 0 minutes: look at what the others"):
+        check_reach(HashStore(), place(0), {})
 
 
 def test_a_node_that_is_not_reached_is_named() -> None:

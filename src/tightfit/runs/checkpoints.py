@@ -249,7 +249,8 @@ def manifest_of(tree: Any) -> Manifest:
     if not isinstance(tree, dict) or tree.pop("itself", None) != _own_digest(tree):
         raise Torn(Message("runs.its-changed", name=MANIFEST))
     if tree.get("schema") not in (SCHEMA, PART_SCHEMA):
-        raise Unknown(Message("runs.other-schema", found=tree.get("schema"), known=SCHEMA))
+        known = Listing([str(SCHEMA), str(PART_SCHEMA)], "and")
+        raise Unknown(Message("runs.other-schema", found=tree.get("schema"), known=known))
     try:
         files = {
             name: StoredFile(int(one["bytes"]), tuple(Span(int(a), int(b), str(c)) for a, b, c in one["spans"]))

@@ -40,7 +40,7 @@ from tightfit.inputs.records import as_record, find_record, parse_json, record_t
 from tightfit.inputs.surroundings import data_folder
 from tightfit.inputs.versions import find_installed
 from tightfit.messages import Message, Said, as_json
-from tightfit.owned import replace_file
+from tightfit.owned import fresh_beside, move_file, remove_file, replace_file
 from tightfit.runs.heartbeat import Beat
 from tightfit.runs.processes import this_host
 from tightfit.runs.rank_memory import Rank
@@ -411,8 +411,23 @@ def make_key() -> MeetingRecord | None:
     path = key_path()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        return find_record(path, MeetingRecord) or write_meeting(path)
+        return find_record(path, MeetingRecord) or _put_key(path)
     return None
+
+
+def _put_key(path: Path) -> MeetingRecord | None:
+    """The key that stands there in the end: of several machines that make one at once, one wins. It gets its name once
+    it is written, so whoever finds it can read it; one that cannot be read is damaged, and replaced."""
+    fresh = fresh_beside(path)
+    write_meeting(fresh)
+    try:
+        move_file(fresh, path)
+    except FileExistsError:
+        if find_record(path, MeetingRecord) is None:
+            write_meeting(path)
+    finally:
+        remove_file(fresh)
+    return find_record(path, MeetingRecord)
 
 
 def find_meeting(run: Path, mark: str) -> MeetingRecord | None:

@@ -35,7 +35,7 @@ from tightfit.memory.compressed import RANK, SKETCHED, SKETCHES, is_worth
 from tightfit.memory.compressed import SIGNED as BLOCK
 from tightfit.memory.compressed import SIGNED_PIECE as PIECE
 from tightfit.train.optimizers import BETAS, EPS
-from tightfit.train.place import Place
+from tightfit.train.place import Place, gather_into
 
 WARM_UP: dict[str, float] = {"powersgd": 0.1, "onebit": 0.2}
 """The share of a run's steps that is exact: as torch's and the authors of 1-bit Adam advise."""
@@ -136,20 +136,23 @@ def _views(flat: Tensor, shapes: Iterable[tuple[int, int]]) -> list[Tensor]:
 
 
 class OneBit:
-    """`error` is what this rank has not sent yet, `told` what it has not told of its part of the sum."""
+    """`error` is what this rank has not sent yet, `told` what it has not told of its part of the sum; `settled`, on the
+    host, how many updates the second moment had when it was frozen, 0: it still changes."""
 
     def __init__(self, numel: int, place: Place, dtype: torch.dtype = torch.float32) -> None:
         self._numel, self._place = numel, place
         padded = -(-numel // (BLOCK * place.world)) * BLOCK * place.world
         self.error = torch.zeros(padded, dtype=dtype, device=place.device)
         self.told = torch.zeros(padded // place.world, dtype=dtype, device=place.device)
+        self.settled = torch.zeros(1)
 
     def states(self) -> dict[str, Tensor]:
-        return {"onebit.error": self.error, "onebit.told": self.told}
+        return {"onebit.error": self.error, "onebit.told": self.told, "onebit.settled": self.settled}
 
     def forget(self) -> None:
         self.error.zero_()
         self.told.zero_()
+        self.settled.zero_()
 
     def share(self, flat: Tensor) -> None:
         """The approximate mean over the ranks, in its place."""
@@ -163,9 +166,8 @@ class OneBit:
         for theirs, magnitudes in zip(got_bits.chunk(world), got_sizes.chunk(world), strict=True):
             add_unpacked(self.told, theirs, magnitudes / world)
         own_bits, own_sizes = pack(self.told)
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
-        gather(bits, own_bits)
-        gather(sizes, own_sizes)
+        gather_into(bits, own_bits)
+        gather_into(sizes, own_sizes)
         add_unpacked(flat.zero_(), bits, sizes)
 
     def measure(self, flat: Tensor, seed: int) -> Tensor:
@@ -182,11 +184,11 @@ class OneBit:
         return total
 
 
-def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit, warm_up: int, steps: int) -> None:
-    """AdamW's step number `steps`, whose second moment has not changed since step `warm_up`. `flat`: this rank's own
-    gradients, side by side in the order of the optimizer's parameters."""
+def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit, updates: int, steps: int) -> None:
+    """AdamW's step number `steps`, whose second moment has not changed since it had so many updates. `flat`: this
+    rank's own gradients, side by side in the order of the optimizer's parameters."""
     beta, second = BETAS
-    settled, begun = 1 - second**warm_up, 1 - beta**steps
+    settled, begun = 1 - second**updates, 1 - beta**steps
     held = [(group, param) for group in optimizer.param_groups for param in group["params"]]
     parts = torch.split(flat, [param.numel() for _, param in held])
 

@@ -35,8 +35,8 @@ def make_expert_mesh(levers: Levers, place: Place) -> DeviceMesh:
 
 def make_mesh_of_all(levers: Levers, place: Place) -> DeviceMesh:
     """The same ranks for what is not cut within layers: all of a copy share it."""
-    stages, whole = levers.pipeline_parallel, levers.shards(place.world) * levers.tensor_parallel
-    sizes = {STAGES: stages, COPIES: place.world // (stages * whole), ALL: whole}
+    whole = levers.shards(place.world) * levers.tensor_parallel
+    sizes = {COPIES: place.world // whole, ALL: whole}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == ALL}
     return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 

@@ -128,7 +128,9 @@ def clip(grads: list[Tensor], most: float, reduce: Callable[[Tensor], Any] | Non
     rank counts."""
     # `nn.utils.get_total_norm` does the same, and is younger than some releases of torch that are met.
     counted = grads[: len(grads) - copies]
-    norm = torch.stack(torch._foreach_norm(counted)).float().norm() if counted else torch.zeros(())
+    norm = torch.zeros((), device=grads[0].device if grads else None)
+    if counted:
+        norm = torch.stack(torch._foreach_norm(counted)).float().norm()
     if reduce is not None:
         reduce(norm.square_())
         norm.sqrt_()

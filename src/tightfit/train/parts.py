@@ -3,8 +3,8 @@
 The first rank of each node tells all what lies in its folder. Parts of one checkpoint are known by their id, so it does
 not matter which node wrote them, nor under which number. To whoever reads, the files of the whole checkpoint are there
 (`PartFiles`): a range that lies on this node's disk is read there, any other one comes over the process group from the
-first rank of a node that has it, where a thread waits for such questions. NodeDisks, ranks and layout may therefore be
-others than those that wrote the parts; where they are the same, next to nothing travels.
+first rank of a node that has it, where a thread waits for such questions. Nodes, ranks and layout may therefore
+differ from those that wrote the parts; where they are the same, next to nothing travels.
 
 The trained model is wanted in one folder. Other nodes send what they would have written to rank 0, a piece at a time.
 """
@@ -28,7 +28,7 @@ from tightfit.messages import Listing, Message, Said, as_json, from_json, messag
 from tightfit.runs import checkpoints
 from tightfit.runs.checkpoints import MANIFEST, Manifest, Span, Torn, Unknown, find_lacking, name_part
 from tightfit.train.nodes import NodeDisks
-from tightfit.train.place import Place, make_side_group, meet, words
+from tightfit.train.place import WRITING, Place, make_side_group, meet, words
 from tightfit.train.safetensors_files import Files
 from tightfit.train.saved_model import HOST_BYTES, Names, SaveError, TensorPiece, TensorSet, write_model
 from tightfit.types import ModelError
@@ -265,7 +265,7 @@ class PartFiles(Files):
         self.close()
         if self._group is None:
             return
-        meet(self._place)
+        meet(self._place, self._group)
         firsts = [self._nodes.ranks_of(node)[0] for node in range(len(self._nodes.hosts))]
         for rank, teller in zip(firsts, firsts[1:] + firsts[:1], strict=True):
             if teller == self._place.rank:
@@ -291,7 +291,7 @@ def write_on_first(folder: Path, model: TensorSet, place: Place, nodes: NodeDisk
             style=model.style,
         )
     first, line = nodes.ranks_of(0), make_side_group(place)
-    group = dist.new_group(first, backend="gloo")
+    group = dist.new_group(first, backend="gloo", timeout=WRITING)
     own = (piece for piece in model.pieces() if not piece.again)
     written, problem = 0, None
     if nodes.here == 0:
@@ -313,7 +313,9 @@ def write_on_first(folder: Path, model: TensorSet, place: Place, nodes: NodeDisk
             pass
     else:
         _send(own, model.names, line)
-    told = words(place, "" if problem is None else json.dumps(as_json(message_of(problem) or repr(problem))))
+    told = words(place, "" if problem is None else json.dumps(as_json(message_of(problem) or repr(problem))), line)
+    for each in (group, line):
+        dist.destroy_process_group(each)
     if problem is not None:
         raise problem
     if why := next(filter(None, told), ""):

@@ -29,7 +29,11 @@ def check_reach(store: Any, place: Place, environment: Mapping[str, str]) -> Non
     store.add("arrived", 1)
     if place.local_rank > 0:
         return
-    while store.add("arrived", 0) < place.world:
+    deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    while (arrived := store.add("arrived", 0)) < place.world:
+        if time.monotonic() > deadline:
+            minutes = round(GROUP_TIMEOUT.total_seconds() / 60)
+            raise ConfigError(Message("train.ranks-not-here", here=arrived, world=place.world, minutes=minutes))
         time.sleep(LOOK_S)
     nodes, rank, address = int(store.add("nodes", 0)), place.rank, _own_address(environment)
     if nodes == 1:

@@ -297,11 +297,12 @@ def load(
 
 
 def _load_own(own: Mapping[str, Tensor], states: StoredStates, place: Place) -> Message | None:
-    """What compressed messages had left out, where the ranks are the same; or that it is lost."""
+    """What compressed messages had left out, where the ranks are the same; or that it is lost. Single numbers are the
+    same on all ranks, and stay."""
     stored = states.of_ranks() if isinstance(states, CheckpointFiles) else {}
-    if stored != {name: own_shape(tensor, place.world) for name, tensor in own.items()}:
-        return Message("train.left-out-lost")
+    are_same = stored == {name: own_shape(tensor, place.world) for name, tensor in own.items()}
     for name, tensor in own.items():
-        shape = own_shape(tensor, place.world)
-        read_into(tensor, partial(states.read_state, OWN), name, shape, place.rank * tensor.numel())
-    return None
+        if are_same or (tensor.numel() == 1 and name in stored):
+            start = place.rank * tensor.numel() if are_same else 0
+            read_into(tensor, partial(states.read_state, OWN), name, stored[name], start)
+    return None if are_same else Message("train.left-out-lost")

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tightfit.messages import Message
 from tightfit.train.build import body_of, layers_of
+from tightfit.train.place import gather_into, scatter_sum_into
 from tightfit.types import ModelError
 
 ROWS, COLUMNS = "colwise", "rowwise"
@@ -164,8 +165,7 @@ class Reduce(torch.autograd.Function):
 def gather(part_BTH: Tensor, group: Any) -> Tensor:
     (rows, *rest), size = part_BTH.shape, group.size()
     arrived = part_BTH.new_empty(size * rows, *rest)
-    send = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # as releases call it
-    send(arrived, part_BTH.contiguous(), group=group)
+    gather_into(arrived, part_BTH.contiguous(), group)
     return arrived.view(size, rows, *rest).transpose(0, 1).flatten(1, 2)  # of one row without a copy
 
 
@@ -173,8 +173,7 @@ def reduce(share_BLH: Tensor, group: Any) -> Tensor:
     (rows, tokens, hidden), size = share_BLH.shape, group.size()
     sent_NBTH = share_BLH.view(rows, size, tokens // size, hidden).transpose(0, 1).contiguous()
     summed_BTH = torch.empty_like(sent_NBTH[0])
-    send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    send(summed_BTH, sent_NBTH.flatten(0, 1), group=group)
+    scatter_sum_into(summed_BTH, sent_NBTH.flatten(0, 1), group)
     return summed_BTH
 
 

@@ -71,9 +71,8 @@ def attend(
         key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
     query_BhLD, key_BhLD, value_BhLD = (gather_tokens(each, parts) for each in (query, key, value))
     if hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = (
-            query_BhLD.shape[1] // key_BhLD.shape[1]
-        )  # fewer than the model's own after copies
+        # Fewer than the model's own after copies.
+        module.num_key_value_groups = query_BhLD.shape[1] // key_BhLD.shape[1]
     if named.get("position_ids") is not None:
         named["position_ids"] = parts.position_ids
     output_BLhD, weights = attention(module, query_BhLD, key_BhLD, value_BhLD, *rest, **named)

@@ -1,4 +1,4 @@
-"""The two engines behind one small interface.
+"""The engines behind one small interface.
 
 An engine takes the skeleton of a model, shards it, and turns micro batches into optimizer steps. What it does not do:
 choose anything, read data, write files. The loop calls `accumulate` with the micro batches of a window, which is

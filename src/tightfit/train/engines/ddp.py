@@ -49,7 +49,7 @@ class Ddp(ScaledEngine):
             self._compressor = PowerSgd([copy.shape for copy in self._copies], place)
         elif levers.compress == "onebit":
             self._compressor = OneBit(sum(copy.numel() for copy in self._copies), place)
-        self._taken = 0  # steps
+        self._taken = 0  # steps, without those whose gradients overflowed
         self._exact = 1  # so many of them send all; a probe and a rehearsal are to see both kinds
 
     def expect(self, steps: int) -> None:
@@ -67,10 +67,12 @@ class Ddp(ScaledEngine):
         if (self._has_copies or self._compressor is not None) and not self._accumulates:
             self._widen()
         self._taken += 1
-        if self._compressor is None or self._taken <= self._exact:
+        if self._compressor is None or self._is_exact(self._compressor):
             self._share()
             self._scaler.unscale_(self._optimizer)
             launched = self._launch(self._shared_grads())
+            if self._compressor is not None and self._scaler.is_enabled():
+                self._taken -= int(launched.skipped)  # the host waits, as it does in compressed steps
         else:
             launched = self._step_compressed(self._compressor)
         self._wide = None
@@ -81,6 +83,15 @@ class Ddp(ScaledEngine):
     def _shared_grads(self) -> list[Tensor]:
         return [copy.grad for copy in self._copies if copy.grad is not None]
 
+    def _is_exact(self, compressor: PowerSgd | OneBit) -> bool:
+        """Whether this step sends all. A second moment that was frozen stays so, and one without any update must not
+        be: nothing would move."""
+        if isinstance(compressor, PowerSgd):
+            return self._taken <= self._exact
+        if not compressor.settled and self._taken > self._exact:
+            compressor.settled.fill_(optimizers.count_steps(self._optimizer))
+        return not compressor.settled
+
     def _step_compressed(self, compressor: PowerSgd | OneBit) -> Launched:
         assert self._wide is not None
         largest = torch.linalg.vector_norm(self._wide, float("inf"))
@@ -90,6 +101,7 @@ class Ddp(ScaledEngine):
             self._wide.fill_(torch.nan)  # on every rank alike, as the loss scale must be
         self._scaler.unscale_(self._optimizer)
         if is_spoilt:
+            self._taken -= 1
             return self._launch(self._shared_grads())
         if isinstance(compressor, PowerSgd):
             compressor.share(self._wide)
@@ -97,7 +109,7 @@ class Ddp(ScaledEngine):
         norm = compressor.measure(self._wide, seed=self._taken)
         if self._clip > 0:
             self._wide.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0))
-        step_by_signs(self._optimizer, self._wide, compressor, self._exact, self._taken)
+        step_by_signs(self._optimizer, self._wide, compressor, int(compressor.settled), self._taken)
         return self._finish(norm, torch.zeros_like(spoilt))
 
     @torch.no_grad()
@@ -139,7 +151,7 @@ class Ddp(ScaledEngine):
 
     def go_on(self, counters: Counters, step: int) -> None:
         super().go_on(counters, step)
-        self._taken = step if counters.optimizer_steps else 0  # or there are no moments to go on with
+        self._taken = counters.optimizer_steps
 
     def own_states(self) -> Mapping[str, Tensor]:
         return {} if self._compressor is None else self._compressor.states()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
@@ -144,8 +145,25 @@ class Fsdp2(ScaledEngine):
     def step(self, learning_rate: float) -> Launched:
         optimizers.set_rate(self._optimizer, learning_rate)
         self._average_shared()
-        self._scaler.unscale_(self._optimizer)
+        if self._levers.tensor_parallel * self._levers.expert_parallel > 1:
+            self._unscale_parts()
+        else:
+            self._scaler.unscale_(self._optimizer)
         return self._launch(self._optimizer.grads(), None if self._place.is_alone else self._add_up)
+
+    def _unscale_parts(self) -> None:
+        """As the scaler does it, which hands all gradients to one operation: of several meshes older releases of torch
+        refuse them, and newer ones ask the ranks of the first mesh alone whether something overflowed."""
+        scaler: Any = self._scaler
+        if not scaler.is_enabled():
+            return
+        scale: Tensor = scaler._scale
+        overflowed = torch.zeros_like(scale)
+        parts = [grad for grad in self._optimizer.grads() if grad.numel()]
+        torch._amp_foreach_non_finite_check_and_unscale_(parts, overflowed, scale.double().reciprocal().float())
+        dist.all_reduce(overflowed, dist.ReduceOp.MAX, group=self._sharing)
+        state = scaler._per_optimizer_states[id(self._optimizer)]
+        state |= {"stage": OptState.UNSCALED, "found_inf_per_device": {overflowed.device: overflowed}}
 
     def _add_up(self, norm: Tensor) -> None:
         """Over the ranks that together have all of the model, once."""
