@@ -17,9 +17,9 @@ ROW = {"pipeline_parallel": 2}
 @pytest.mark.parametrize(
     ("flags", "why", "fix"),
     [
-        ({"pipeline_parallel": 5}, "inputs.layout-sizes", "use 2, 4 or 8"),
-        ({"pipeline_parallel": 8, "stages_per_gpu": 8}, "inputs.layout-sizes", "use 2, 3 or 4"),
-        ({"pipeline_parallel": 3}, "inputs.layout-sizes", "use 2, 4 or 8"),
+        ({"pipeline_parallel": 5}, "inputs.layout-sizes", "use 2, 4 or 8, or leave it out"),
+        ({"pipeline_parallel": 8, "stages_per_gpu": 8}, "inputs.layout-sizes", "use 2, 3 or 4, or leave it out"),
+        ({"pipeline_parallel": 3}, "inputs.layout-sizes", "use 2, 4 or 8, or leave it out"),
         ({**ROW, "engine": "zero2"}, "inputs.layout-needs-engine", "needs --engine fsdp2"),
         ({**ROW, "sequence_parallel": 2}, "inputs.layouts-apart", "choose one of them"),
         ({**ROW, "frozen_layers": 4}, "inputs.layouts-apart", "choose one of them"),

@@ -48,7 +48,7 @@ def steps(draw: st.DrawFn) -> tuple[Model, Passes, GatherLimits]:
         frozen=not trains,
         scan_kernel=draw(st.booleans()),
         leaf_mixer=trains and draw(st.booleans()),
-        leaf_experts=trains and draw(st.booleans()),
+        leaf_mlp=trains and draw(st.booleans()),
     )
     layers = draw(st.integers(1, 12))
     made = model(

@@ -237,7 +237,7 @@ def test_pins_that_no_engine_runs_are_said_so() -> None:
 
 def test_skipped_data_is_told_from_cut_data() -> None:
     asked = {"model": "qwen2.5-7b", "method": "lora", "sequence": 131072}
-    machine_of = Machine(gpus="1x24GB", host_ram="64GB")
+    machine_of = Machine(gpus="1x12GB", host_ram="64GB")
     for allowed, skips in (("skip-data", True), ("shorter-seq", False)):
         way = plan(Job(**asked, hardware=machine_of, limits=Limits(allow=(allowed,)))).chosen
         assert way is not None

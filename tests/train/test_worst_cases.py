@@ -17,7 +17,7 @@ from torch import nn
 from tightfit.train.assemble import fill_buffers
 from tightfit.train.data.order import Order
 from tightfit.train.data.samples import GeneratedRows, Samples
-from tightfit.train.engines import Launched
+from tightfit.train.engines import Engine, Launched
 from tightfit.train.loop import Windows
 from tightfit.train.place import Place
 from tightfit.train.probe import PASSES, probe
@@ -73,6 +73,8 @@ def test_rows_that_fill_up_an_evaluation_are_unheard_in_one_row_too() -> None:
 
 class Overflowing:
     """An engine whose first steps overflow, as those of fp16 do under a large loss scale."""
+
+    _place, accumulate, runs_in_step = ALONE, Engine.accumulate, Engine.runs_in_step
 
     def __init__(self, overflows: int) -> None:
         self.model, self.overflows, self.steps = real(config_of("llama")).train(), overflows, 0
