@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,8 +104,9 @@ def shrunk(name: str, small: Small, number: int, model: str) -> dict[str, Any]:
         job["levers"] = {"engine": engine, "micro_batch": 1, "accum": 1}
     else:
         levers = json.loads((HERE / name / small.plans[number] / "worker.json").read_text(encoding="utf-8"))["levers"]
-        recomputed = "layers:2" if levers["checkpointing"].startswith("layers:") else levers["checkpointing"]
-        # The tiny models have four layers.
+        # The tiny models have four layers, which run as they are written and so send nothing but inputs to the host.
+        recomputed = re.sub(r"layers:\d+", "layers:2", levers["checkpointing"])
+        recomputed = re.sub(r"^(select:[^+]*)\+offload", r"\1", recomputed)
         job["levers"] = {key: levers[key] for key in LEVERS} | {"checkpointing": recomputed}
     for gone in ("limits", "epochs", "saving", "evaluation", *(() if small.llamafactory else ("hardware",))):
         job.pop(gone, None)
