@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tightfit.memory import weights
@@ -43,5 +45,5 @@ def test_resident_layers_are_spread_over_the_depth(layers: int) -> None:
     for resident in range(layers + 1):
         chosen = [layer for layer in range(layers) if stays(layer, resident, layers)]
         assert len(chosen) == resident
-        gaps = [after - before for before, after in zip(chosen, chosen[1:], strict=False)]
+        gaps = [after - before for before, after in pairwise(chosen)]
         assert max(gaps, default=1) - min(gaps, default=1) <= 1
