@@ -133,7 +133,11 @@ def assemble(
         if method == "qlora":
             rests_on = torch.device("cpu") if levers.streams else place.device
             build.quantise(
-                model, lambda name, shape: read(name, shape, 0, prod(shape)).view(shape), place.device, working, rests_on
+                model,
+                lambda name, shape: read(name, shape, 0, prod(shape)).view(shape),
+                place.device,
+                working,
+                rests_on,
             )
         model = adapt(model)
         if not zero3:

@@ -317,9 +317,7 @@ def adapter_dtype(levers: Levers) -> torch.dtype:
     return DTYPES[levers.precision]
 
 
-def quantise(
-    model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype, rests_on: torch.device
-) -> None:
+def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype, rests_on: torch.device) -> None:
     """Replace every linear layer but the head by an NF4 one, a matrix at a time. `device`: the one that packs them."""
     try:
         layers: Any = import_module("bitsandbytes.nn")

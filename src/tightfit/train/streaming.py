@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.memory.stream import SLOTS, stays
+from tightfit.memory.units import SLOTS, stays
 from tightfit.train.build import body_of, layers_of, replace_meta
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.optimizers import BLOCK
@@ -204,15 +204,15 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
     names = {id(param): name for name, param in model.named_parameters()}
     inside = {id(param) for layer in layers for param in layer.parameters()}
     head = body_of(model).get_output_embeddings()
-    below, above = [], []
+    below: list[nn.Parameter] = []
+    above: list[nn.Parameter] = []
     for path, module in model.named_modules():
         for param in module.parameters(recurse=False):
-            if id(param) not in inside and names[id(param)] in decays:
-                is_below = module is not head and (isinstance(module, nn.Embedding) or "embed" in path)
-                (below if is_below else above).append(param)
-    seen: set[int] = set()
-    below = [param for param in below if not (id(param) in seen or seen.add(id(param)))]  # type: ignore[func-returns-value]
-    above = [param for param in above if not (id(param) in seen or seen.add(id(param)))]  # type: ignore[func-returns-value]
+            if id(param) in inside or names[id(param)] not in decays:
+                continue
+            inside.add(id(param))  # a tied head is the embedding, which comes first
+            is_below = module is not head and (isinstance(module, nn.Embedding) or "embed" in path)
+            (below if is_below else above).append(param)
     ranks = 1 if place.is_alone else place.world
     homes: dict[int, tuple[Tensor, Tensor]] = {}  # of each parameter, and its place on the device
 
@@ -222,12 +222,12 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
         parts, begin, trained = [], 0, 0
         for param in order:
             decay = decays.get(names[id(param)])
-            if decay is None and trained == 0 and parts:
+            if decay is None and parts and parts[-1].decay is not None:
                 trained, begin = _pad_trained(parts, begin, ranks)
             parts.append(Part(names[id(param)], tuple(param.shape), param.dtype, begin, decay))
             block = max(ALIGNMENT, BLOCK * param.dtype.itemsize)
             begin += -(-param.numel() * param.dtype.itemsize // block) * block
-        if trained == 0 and parts and parts[-1].decay is not None:
+        if parts and parts[-1].decay is not None:
             trained, begin = _pad_trained(parts, begin, ranks)
         return parts, begin, trained
 
@@ -236,7 +236,9 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
             return None
         parts, size, trained = lay_out(params)
         home = memory.take(size)
-        unit = Unit(name, parts, size, trained, home, slot or Slot(torch.zeros(size, dtype=torch.uint8, device=place.device)))
+        unit = Unit(
+            name, parts, size, trained, home, slot or Slot(torch.zeros(size, dtype=torch.uint8, device=place.device))
+        )
         by_name = {names[id(param)]: param for param in params}
         for part in parts:
             param = by_name[part.name]
@@ -248,7 +250,7 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
         return unit
 
     count = len(layers)
-    streamed = [number for number in range(count) if not stays(number, count, levers.resident)]
+    streamed = [number for number in range(count) if not stays(number, levers.resident, count)]
     moving = {
         number: [param for param in layers[number].parameters() if _comes(names[id(param)], param, decays)]
         for number in streamed
@@ -270,7 +272,9 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
     def materialise(_: str, param: nn.Parameter) -> nn.Parameter:
         if id(param) in homes:
             home, here = homes[id(param)]
-            new = nn.Parameter(here, requires_grad=param.requires_grad)
+            # Autograd may not think that a parameter was changed when another layer has come to the same slot.
+            new = nn.Parameter(here.new_empty(0), requires_grad=param.requires_grad)
+            new.data = here
             setattr(new, HOME, home)
             return new
         return nn.Parameter(torch.empty_like(param, device=place.device), requires_grad=param.requires_grad)

@@ -50,7 +50,9 @@ class Updates:
         self.states: dict[Unit, HostStates] = {}
         for unit in self.units:
             decays = _cut(unit.decays, *self.share(unit))
-            held = HostStates(decays, levers.states, master=self.has_masters, allocate=lambda size: own.take(size, lock=False))
+            held = HostStates(
+                decays, levers.states, master=self.has_masters, allocate=lambda size: own.take(size, lock=False)
+            )
             held.start(unit.weights[slice(*self.share(unit))])
             self.states[unit] = held
         sizes = [4 * unit.trained // self._ranks for unit in self.units]

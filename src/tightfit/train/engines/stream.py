@@ -3,12 +3,8 @@
 A window goes through the model layer by layer (`walk.py`), and layers come when it is their turn (`streaming.py`). With
 adapters nothing else moves: they stay on the device and train there, as `ddp` trains them.
 
-Where the layers themselves train, the gradients of a layer are added up on the device in fp32 until the last micro
-batch has passed it, and leave for the host, where fp32 copies and moments are. Clipping needs the norm of all gradients:
-the update waits for that, rather than being made and corrected, since AdamW cannot be undone exactly. Then a thread
-updates unit by unit in the order of the next forward pass, which meets each as it is done. Without clipping a unit is
-updated as soon as its gradients have arrived, while the backward pass goes on. A unit never comes to the device before
-its update.
+Where the layers themselves train, gradients leave for the host, where fp32 copies and moments are, and new weights come
+from there (`updates.py`). A unit never comes to the device before its update.
 
 Several GPUs have one copy of all that rests on the host. Each updates its share of every unit.
 """
@@ -258,7 +254,8 @@ class _AddingWide:
         self._copy = copy
 
     def __call__(self, param: nn.Parameter) -> None:
-        assert self._copy.grad is not None and param.grad is not None
+        assert self._copy.grad is not None
+        assert param.grad is not None
         self._copy.grad.add_(param.grad)
         param.grad = None
 
@@ -336,7 +333,9 @@ class StreamWeights(Streamed):
 
     def _weigh_optimizer(self) -> tuple[Iterable[Tensor], int, str, float]:
         held = self._updates.states
-        few = [states.read(MASTER, 0, 1) if self._updates.has_masters else unit.weights for unit, states in held.items()]
+        few = [
+            states.read(MASTER, 0, 1) if self._updates.has_masters else unit.weights for unit, states in held.items()
+        ]
         shards = self._trainable()
         whole = sum(shard.numel for shard in shards)
         elements = 0
