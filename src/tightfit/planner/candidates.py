@@ -147,7 +147,7 @@ def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int
         may = not size or find_group_obstacle(levers, hardware.world) is None
         return [0 if size == hardware.world else size] if may else []
     node = replace(levers, shard_within=hardware.gpus_per_node)
-    has_several = hardware.world // levers.pipeline_parallel > hardware.gpus_per_node > 1
+    has_several = levers.stage_ranks(hardware.world) > hardware.gpus_per_node > 1
     can_split = has_several and find_group_obstacle(node, hardware.world) is None
     return [0, hardware.gpus_per_node] if can_split else [0]
 
