@@ -12,11 +12,10 @@ gradients and states of a unit have the same order, and are one vector each. Gap
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,14 @@ from tightfit.types import Levers
 ALIGNMENT = 512  # bytes at which a parameter begins, so that every kernel takes it
 COPY_BYTES = 32 * 2**20
 """Of a unit at a time: what else has to be copied meanwhile comes in between."""
+
+
+class Pending(Protocol):
+    """What is being done; a `Future`, say."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -66,7 +73,7 @@ class Unit:
     trained: int  # elements at its front
     home: Tensor  # on the host
     slot: Slot
-    update: Future[None] | None = None  # of its weights, on the host; None: they are as they should be
+    update: Pending | None = None  # of its weights, on the host; None: they are as they should be
 
     @property
     def weights(self) -> Tensor:
@@ -115,7 +122,7 @@ class Streams:
         """An event where this stream stands, or the computation."""
         if not self.on_gpu:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
@@ -219,7 +226,8 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
     def lay_out(params: Sequence[nn.Parameter]) -> tuple[list[Part], int, int]:
         """Its parts, its bytes, and how many elements train."""
         order = sorted(params, key=lambda param: -decays.get(names[id(param)], -1.0))
-        parts, begin, trained = [], 0, 0
+        parts: list[Part] = []
+        begin = trained = 0
         for param in order:
             decay = decays.get(names[id(param)])
             if decay is None and parts and parts[-1].decay is not None:
@@ -259,7 +267,9 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
     slots = [
         Slot(torch.empty(largest, dtype=torch.uint8, device=place.device)) for _ in range(min(SLOTS, len(streamed)))
     ]
-    bottom, found, order = make("bottom", below), [], []
+    bottom = make("bottom", below)
+    found: list[Unit | None] = []
+    order: list[Unit] = []
     for number, layer in enumerate(layers):
         if number in moving:
             unit = make(f"layer {number}", moving[number], slots[len(order) % len(slots)])

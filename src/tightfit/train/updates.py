@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tightfit.inputs.surroundings import cores
 from tightfit.train.host_memory import HostMemory
-from tightfit.train.host_states import HostStates
+from tightfit.train.host_states import HostStates, Staging
 from tightfit.train.optimizers import CLIP_EPS
 from tightfit.train.place import Place
 from tightfit.train.streaming import Part, Stream, Unit, copy
@@ -48,13 +48,20 @@ class Updates:
         self.next_rate = 0.0
         own = HostMemory(place, shared=False)  # of what other ranks do not look at
         self.states: dict[Unit, HostStates] = {}
-        for unit in self.units:
-            decays = _cut(unit.decays, *self.share(unit))
-            held = HostStates(
-                decays, levers.states, master=self.has_masters, allocate=lambda size: own.take(size, lock=False)
+        through = None
+        if levers.states != "fp32" and place.on_gpu:  # to widen and to round them costs a processor too long
+            dtype = self.units[0].weights.dtype
+            through = Staging(place.device, levers.states, master=self.has_masters, dtype=dtype)
+        for number, unit in enumerate(self.units):
+            self.states[unit] = held = HostStates(
+                _cut(unit.decays, *self.share(unit)),
+                levers.states,
+                master=self.has_masters,
+                allocate=lambda size: own.take(size, lock=through is not None),
+                through=through,
+                seed=number * self._ranks + self._rank,
             )
             held.start(unit.weights[slice(*self.share(unit))])
-            self.states[unit] = held
         sizes = [4 * unit.trained // self._ranks for unit in self.units]
         if waits:
             memories = [own.take(size) for size in sizes]
@@ -82,7 +89,8 @@ class Updates:
         self._factor: float | None = None
         for name, param in model.named_parameters():
             if name in self.where:
-                param.register_post_accumulate_grad_hook(_Adding(self._sums, *self.where[name]))
+                hook = _Adding(self._sums, *self.where[name])
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def share(self, unit: Unit) -> tuple[int, int]:
         """Which of a unit's elements this rank updates."""
@@ -138,7 +146,7 @@ class Updates:
 
     def measure(self) -> Tensor:
         """The norm of all gradients of the window."""
-        norm = torch.linalg.vector_norm(torch.stack(self._norms))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(self._norms))
         self._norms.clear()
         if self._ranks > 1:
             norm.square_()

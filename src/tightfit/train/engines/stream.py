@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.train.build import body_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import MASTER, PIECE, Counters, Launched, LossScale, Shapes, State, Watch, moments
 from tightfit.train.engines.ddp import Ddp
@@ -36,23 +37,17 @@ class Streamed(ScaledEngine):
 
     def _set_out(self, stream: Stream, levers: Levers) -> None:
         self._stream, self._walk = stream, Walk(self.model)
-        how, count = levers.checkpointing, len(self._walk.layers)
-        self._whole = [not how.select and (how.layers is None or number < how.layers) for number in range(count)]
+        how, layers, body = levers.checkpointing, self._walk.layers, body_of(self.model)
+        self._whole = [not how.select and (how.layers is None or number < how.layers) for number in range(len(layers))]
         """Whether a layer recomputes whole, and so keeps no graph."""
         memory = HostMemory(self._place, shared=False) if how.offload else None
         self._kept = Kept(stream.streams, memory)
-        trains = [any(param.requires_grad for param in layer.parameters()) for layer in self._walk.layers]
-        inside = {id(param) for layer in self._walk.layers for param in layer.parameters()}
-        head = {id(param) for param in self.model.parameters() if id(param) not in inside and param.requires_grad}
-        self._below = bool(head) and self._trains_below()
-        self._lowest = 0 if self._below else next((number for number, each in enumerate(trains) if each), count)
+        embedding, head = (get().weight for get in (body.get_input_embeddings, body.get_output_embeddings))
+        self._is_tied, self._below = head is embedding, embedding.requires_grad
+        trains = (number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+        self._lowest = 0 if self._below else next(trains, len(layers))
         """Below it nothing trains, and no gradient is wanted."""
         self._draws = _draws(self.model)
-
-    def _trains_below(self) -> bool:
-        from tightfit.train.build import body_of
-
-        return any(param.requires_grad for param in body_of(self.model).get_input_embeddings().parameters())
 
     def _open(self, unit: Unit | None) -> None:
         """Gradients of it will follow."""
@@ -67,7 +62,8 @@ class Streamed(ScaledEngine):
         added = torch.zeros((), dtype=torch.float32, device=self._place.device)
         stream.use(stream.top)
         self._open(stream.top)
-        self._open(stream.bottom if stream.top is None or self._is_tied else None)
+        if self._is_tied:
+            self._open(stream.bottom)
         for number in reversed(range(len(batches))):
             batch = batches[number]
             watch("backward", number)
@@ -235,11 +231,10 @@ class StreamAdapters(Streamed, Ddp):
     def __init__(self, model: Any, levers: Levers, place: Place, training: OptimizerConfig, stream: Stream) -> None:
         super().__init__(model, levers, place, training)
         self._set_out(stream, levers)
-        self._is_tied = False
         if self._has_copies:
             self._accumulates = True  # by hooks, since a layer's micro batches follow each other
             for param, copy in zip(self._trained, self._copies, strict=True):
-                param.register_post_accumulate_grad_hook(_AddingWide(copy))  # type: ignore[attr-defined]
+                param.register_post_accumulate_grad_hook(_AddingWide(copy))  # type: ignore[no-untyped-call]
 
     def accumulate(self, inputs: Iterable[dict[str, Tensor]], count: int, divisor: float, watch: Watch) -> Tensor:
         if self._has_copies:
@@ -269,7 +264,6 @@ class StreamWeights(Streamed):
         waits = training.clip > 0 or levers.precision == "fp16"
         self._updates = Updates(model, stream, levers, place, waits=waits)
         self._open, self._close = self._updates.open, self._updates.close  # type: ignore[method-assign]
-        self._is_tied = _is_tied(model)
 
     def expect_rate(self, learning_rate: float) -> None:
         self._updates.next_rate = learning_rate
@@ -344,12 +338,3 @@ class StreamWeights(Streamed):
             low, high = self._updates.share(unit)
             elements += max(0, min(high, part.first + part.numel) - max(low, part.first))
         return few, elements, "cpu", whole / (1 if self._place.is_alone else self._place.world)
-
-
-def _is_tied(model: Any) -> bool:
-    """Whether the head is the embedding."""
-    from tightfit.train.build import body_of
-
-    body = body_of(model)
-    head = body.get_output_embeddings()
-    return head is not None and head.weight is body.get_input_embeddings().weight
