@@ -117,7 +117,7 @@ class EightBit:
     def widen(self, kind: str, stored: Stored, bench: Bench) -> Tensor:
         codes, scales = stored
         index = bench.take("index", codes.numel(), torch.int64).copy_(codes)
-        wide = torch.gather(numbers_of(kind, codes.device), 0, index, out=bench.take(kind, codes.numel()))
+        wide = look_up(numbers_of(kind, codes.device), index, bench.take(kind, codes.numel()))
         wide.view(-1, BLOCK).mul_(scales[:, None])
         return wide
 
@@ -435,13 +435,19 @@ def numbers_of(kind: str, device: torch.device) -> Tensor:
 
 
 def find_nearest(values: Tensor, codes: Tensor, kind: str, bench: Bench) -> None:
-    """The code of the nearest number for each of `values`, which lie between -1 and 1; it changes them."""
+    """The code of the nearest number for each of `values`, whole blocks of them between -1 and 1; it changes them."""
     keys = _order(values.view(torch.int32), bench.take("sign", values.numel(), torch.int32))
     index = bench.take("index", values.numel(), torch.int64)
     upper = torch.bitwise_right_shift(keys, LOWER, out=bench.take("sign", values.numel(), torch.int32))
     index.copy_(upper).add_(1 << 31 - LOWER)
-    found = torch.gather(_table(kind, values.device), 0, index, out=upper)
+    found = look_up(_table(kind, values.device), index, upper)
     codes.copy_(found.add_(keys.bitwise_and_((1 << LOWER) - 1)).bitwise_right_shift_(LOWER))
+
+
+def look_up(table: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """`table[index]`. Over one dimension torch gathers with a single thread."""
+    torch.gather(table.expand(index.numel() // BLOCK, -1), 1, index.view(-1, BLOCK), out=out.view(-1, BLOCK))
+    return out
 
 
 def _order(bits: Tensor, spare: Tensor) -> Tensor:
