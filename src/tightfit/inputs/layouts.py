@@ -109,9 +109,6 @@ def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None 
     if not levers.is_fsdp2:
         return Message("inputs.layout-needs-engine", flag="--pipeline-parallel", size=size, engine="fsdp2")
     apart = {
-        "--sequence-parallel": levers.sequence_parallel > 1,
-        "--tensor-parallel": levers.tensor_parallel > 1,
-        "--expert-parallel": levers.expert_parallel > 1,
         # Every stage has something that trains.
         "--frozen-layers": levers.frozen_layers > 0,
         "--trains embeddings": levers.trains == "embeddings",
@@ -134,10 +131,8 @@ def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         return Message("inputs.layout-is-ours", flag="--expert-parallel", size=size)
     if not levers.is_fsdp2:
         return Message("inputs.layout-needs-engine", flag="--expert-parallel", size=size, engine="fsdp2")
-    for other in ("tensor_parallel", "pipeline_parallel"):
-        if getattr(levers, other) > 1:
-            flag = f"--{other.replace('_', '-')}"
-            return Message("inputs.layouts-apart", one=f"--expert-parallel {size}", other=flag)
+    if levers.tensor_parallel > 1:
+        return Message("inputs.layouts-apart", one=f"--expert-parallel {size}", other="--tensor-parallel")
     if levers.lora is not None and levers.lora.targets is None and any(b.lora_on_experts for b in shape.blocks):
         return Message("inputs.experts-adapted", size=size, model=shape.name)
     experts = [block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)]
