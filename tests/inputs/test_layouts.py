@@ -21,7 +21,9 @@ ROW = {"pipeline_parallel": 2}
         ({"pipeline_parallel": 8, "stages_per_gpu": 8}, "inputs.layout-sizes", "use 2, 3 or 4, or leave it out"),
         ({"pipeline_parallel": 3}, "inputs.layout-sizes", "use 2, 4 or 8, or leave it out"),
         ({**ROW, "engine": "zero2"}, "inputs.layout-needs-engine", "needs --engine fsdp2"),
-        ({**ROW, "sequence_parallel": 2}, "inputs.layouts-apart", "choose one of them"),
+        ({**ROW, "sequence_parallel": 8}, "inputs.sharing-gpus", "use 1, 2 or 4"),
+        ({**ROW, "tensor_parallel": 8}, "inputs.layout-sizes", "use 2 or 4, or leave it out"),
+        ({"pipeline_parallel": 5, "tensor_parallel": 2}, "inputs.layout-sizes", "use 2 or 4, or leave it out"),
         ({**ROW, "frozen_layers": 4}, "inputs.layouts-apart", "choose one of them"),
         ({"stages_per_gpu": 2}, "inputs.stages-without-pipeline", "add --pipeline-parallel N"),
     ],
@@ -36,5 +38,13 @@ def test_a_row_that_cannot_be(flags: dict[str, Any], why: str, fix: str) -> None
 
 def test_a_row_that_can() -> None:
     shape = load_model("llama-3.1-8b")
-    for flags in ({**ROW}, {**ROW, "stages_per_gpu": 4}, {"pipeline_parallel": 8}, {**ROW, "shard_within": 2}):
+    for flags in (
+        {**ROW},
+        {**ROW, "stages_per_gpu": 4},
+        {"pipeline_parallel": 8},
+        {**ROW, "shard_within": 2},
+        {**ROW, "tensor_parallel": 4},
+        {**ROW, "tensor_parallel": 2, "shard_within": 2},
+        {**ROW, "sequence_parallel": 2, "stages_per_gpu": 2},
+    ):
         check_layout(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)

@@ -2,9 +2,9 @@
 
 Each of five engines saves from two ranks, and FSDP2 from four as well: in two groups that have a copy of the model
 each, or that share their sequences, their layers or the experts of a model that has some, or in a pipeline whose stages
-may do the same. Each of them, with one, two and three ranks, loads all and saves them again at once: weights, fp32 copies and moments must be
-the same bytes in the file. The loss of the next step may differ by the order in which an engine adds: two parts in a
-thousand in bf16, as in test_same_losses.
+may do the same. Each of them, with one, two and three ranks, loads all and saves them again at once: weights, fp32
+copies and moments must be the same bytes in the file. The loss of the next step may differ by the order in which an
+engine adds: two parts in a thousand in bf16, as in test_same_losses.
 """
 
 from __future__ import annotations

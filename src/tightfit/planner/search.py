@@ -220,7 +220,7 @@ def _find_reference(question: Question, found: SearchResult) -> Levers | None:
 def _guess(question: Question, like: Levers, layouts: list[Levers], most_s: float, most: int) -> list[Levers]:
     """Those that seem fastest, and faster than this: most show that they are slower with the kernels and the micro
     batch of another way, though nothing recomputes."""
-    guessed = []
+    guessed = list[tuple[float, int, Levers]]()
     for levers in layouts:
         share, left = divmod(question.effective_batch, levers.data_ranks(question.hardware.world))
         first = replace(like, **{name: getattr(levers, name) for name in LAYOUT}, checkpointing=BARE, expert_parallel=1)
