@@ -33,6 +33,7 @@ from tightfit.types import (
     DDP,
     PARTS,
     STRATEGY,
+    STREAM,
     Attention,
     AttentionKernel,
     Buckets,
@@ -68,6 +69,7 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero3", "nvme", "none"),
     ("zero3", "nvme", "cpu"),
     ("zero3", "nvme", "nvme"),
+    (STREAM, "none", "none"),
 )
 """Engine, place of the optimizer's states, place of the weights; the simpler ones first."""
 
@@ -135,9 +137,16 @@ def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = Tr
             continue
         if levers.buckets.max_reuse_distance == Buckets().max_reuse_distance:  # nobody said how far
             levers = released_at_once(levers)
+        if levers.streams and "engine" not in pinned and not gains_by_streaming(hardware):
+            continue
         if _runs(levers, hardware, ours=ours):
             ways += [replace(levers, shard_within=size) for size in _group_sizes(levers, pinned, hardware)]
     return ways
+
+
+def gains_by_streaming(hardware: Hardware) -> bool:
+    """Whether a card has a host beside it from which layers can come: a CPU is its own."""
+    return hardware.gpu.vendor not in ("cpu", "hygon")  # whose torch is too old
 
 
 def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int]:
@@ -378,7 +387,7 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
     place = (levers.engine, levers.offload_optimizer, levers.offload_param)
     depth = levers.checkpointing
     return (
-        int(depth.offload or place[1:] != ("none", "none")),
+        int(depth.offload or levers.streams or place[1:] != ("none", "none")),
         _PLACES.index(place) if place in _PLACES else len(_PLACES),
         levers.groups,
         int(levers.buckets != Buckets()),
@@ -396,5 +405,6 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
         -levers.buckets.max_live_parameters,
         int(levers.buckets.overlap_comm or False),
         depth.layers or 0,
+        -levers.resident,
         world,
     )

@@ -25,6 +25,7 @@ from tightfit.memory.operations import FP32
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.weights import WIDTH
 from tightfit.pace import Clock, clock_of, pace, step_seconds
+from tightfit.planner import stream
 from tightfit.planner.candidates import LONG_TOKENS, Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
@@ -239,17 +240,25 @@ def _share_experts(question: Question, levers: Levers) -> list[Levers]:
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
     batch, trainer = question.effective_batch, question.trainer
+    if levers.streams:
+        levers = stream.keep_enough(question, levers)
     return corners(question.shape, levers, question.pinned, question.hardware, batch, trainer)
 
 
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
     """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
-    interest."""
+    interest. Layers that stream, which stand last, are of none where anything else is faster."""
     for levers in list_strategies(question):
-        _search_strategy(question, levers, found, most_s, nearest=nearest)
+        if levers.streams and found.best is not None:
+            _search_strategy(question, levers, found, min(most_s, found.best.pace.step_s), nearest=False)
+        else:
+            _search_strategy(question, levers, found, most_s, nearest=nearest)
 
 
 def _search_strategy(question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool) -> None:
+    if levers.streams:
+        _search_streaming(question, levers, found, most_s, nearest=nearest)
+        return
     race: list[Runner] = []
     clock = clock_of(question.shape, levers, question.hardware)
     deepest = count_depths(question.shape, levers)
@@ -268,13 +277,34 @@ def _search_strategy(question: Question, levers: Levers, found: SearchResult, mo
     if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
         way = _race(question, race, ladders, found.weighed, most_s)
     else:
-        closest: Weighed | None = None
-        for ladder in ladders if nearest else ():
-            closest = ladder.nearest(closest)
-        found.weighed.update(size for ladder in ladders for size in ladder.sizes)
-        way = None if closest is None else _way(question, closest.levers, fits=False)
+        way = _find_nearest(question, ladders if nearest else [], found)
     if way is not None:
         found.ways.append(way)
+
+
+def _search_streaming(
+    question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool
+) -> None:
+    every = list(_corners(question, levers))
+    if not every or stream.least_s(question, every[0].levers) > most_s:
+        return
+    ladders = [Ladder(question, corner, set()) for corner in frugal(every)]
+    way: Way | None = None
+    if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
+        fastest = stream.race(question, every, found.weighed, found.timed, most_s)
+        way = None if fastest is None else _way(question, fastest, fits=True)
+    else:
+        way = _find_nearest(question, ladders if nearest else [], found)
+    if way is not None:
+        found.ways.append(way)
+
+
+def _find_nearest(question: Question, ladders: list[Ladder], found: SearchResult) -> Way | None:
+    closest: Weighed | None = None
+    for ladder in ladders:
+        closest = ladder.nearest(closest)
+    found.weighed.update(size for ladder in ladders for size in ladder.sizes)
+    return None if closest is None else _way(question, closest.levers, fits=False)
 
 
 Runner = tuple[float, int, Corner, list[float]]
