@@ -7,7 +7,7 @@ there are may not be known yet.
 from __future__ import annotations
 
 from tightfit.messages import Listing, Message
-from tightfit.types import COMPRESSING, Attention, ConfigError, Levers, Mlp, ModelShape, Moe, Tensor
+from tightfit.types import COMPRESSING, STREAM, Attention, ConfigError, Levers, Mlp, ModelShape, Moe, Tensor
 
 CUT_INTO_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 CUT_INTO_COLUMNS = ("o_proj", "down_proj")
@@ -188,9 +188,36 @@ def find_compression_obstacle(levers: Levers, shape: ModelShape, world: int | No
     return None
 
 
+def find_stream_obstacle(levers: Levers, nodes: int = 1) -> Message | None:
+    """Why layers cannot come to the GPU in turn, or nothing else may be said of where they rest."""
+    flag = f"--engine {levers.engine}"
+    if not levers.streams:
+        asked = {"--resident": levers.resident, "--states": levers.states}
+        said = next((name for name, value in asked.items() if value not in (0, "fp32")), None)
+        return Message("inputs.layout-needs-engine", flag=said, size=asked[said], engine=STREAM) if said else None
+    if levers.trainer != "tightfit":
+        return Message("inputs.layout-is-ours", flag="--engine", size=levers.engine)
+    if nodes > 1:
+        return Message("inputs.stream-one-node", nodes=nodes)
+    trained = levers.method == "full"  # what adapters have lies on the GPU, as under ddp
+    apart = {
+        "--sequence-parallel": levers.sequence_parallel > 1,
+        f"--offload-optimizer {levers.offload_optimizer}": levers.offload_optimizer != "none",
+        f"--offload-param {levers.offload_param}": levers.offload_param != "none",
+        f"--optimizer {levers.optimizer}": levers.optimizer == "adafactor" or (trained and levers.optimizer != "adamw"),
+        "--no-master-weights --precision fp16": levers.precision == "fp16" and not levers.master_weights,
+    }
+    for other in (other for other, is_said in apart.items() if is_said):
+        return Message("inputs.layouts-apart", one=flag, other=other)
+    if levers.states != "fp32" and not trained:
+        return Message("inputs.states-of-adapters", states=levers.states, method=levers.method)
+    return None
+
+
 def check_layout(levers: Levers, shape: ModelShape, world: int | None = None) -> None:
     """Raise where the GPUs cannot work together as the levers say."""
     obstacles = (
+        find_stream_obstacle(levers),
         find_group_obstacle(levers, world) if levers.shard_within else None,
         find_sharing_obstacle(levers, shape, world) if levers.sequence_parallel > 1 else None,
         find_tensor_obstacle(levers, shape, world) if levers.tensor_parallel > 1 else None,

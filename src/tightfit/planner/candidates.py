@@ -21,7 +21,7 @@ from tightfit.inputs.flags import (
     find_tiling_obstacle,
     released_at_once,
 )
-from tightfit.inputs.layouts import find_group_obstacle
+from tightfit.inputs.layouts import find_group_obstacle, find_stream_obstacle
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice
@@ -165,6 +165,8 @@ def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
     """What no engine does, or does wrongly, or does so that it cannot be saved."""
     moved = levers.offload_optimizer != "none"
     if levers.engine != COMPRESSING.get(levers.compress, levers.engine):
+        return False
+    if find_stream_obstacle(levers, hardware.nodes) is not None:
         return False
     if moved and levers.optimizer != "adamw":
         return False  # the host's optimizer is DeepSpeed's CPU Adam
