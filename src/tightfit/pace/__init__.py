@@ -22,7 +22,7 @@ from math import hypot
 from tightfit.memory.activations import setting_of
 from tightfit.memory.pipeline import lay_out
 from tightfit.pace import engines, stream
-from tightfit.pace.clock import Clock, KernelChoice, clock_of
+from tightfit.pace.clock import TIE_S, Clock, KernelChoice, clock_of
 from tightfit.pace.pipeline import RowTime, find_waits
 from tightfit.pace.rates import (
     Rates,
@@ -37,7 +37,7 @@ from tightfit.pace.warm_up import warm_up_s
 from tightfit.pace.work import exchange_s, passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
-__all__ = ["Clock", "KernelChoice", "clock_of", "pace", "step_seconds"]
+__all__ = ["TIE_S", "Clock", "KernelChoice", "clock_of", "pace", "step_seconds"]
 
 LEAST_OPEN = 0.002
 """A rate that leaves less than this share of a step open is not reported."""

@@ -1,12 +1,12 @@
 """Seconds of a step in which layers come from the host in turn (`train/engines/stream.py`).
 
-Four of them work beside each other: the GPU, copies to it, copies from it, and the host's optimizer. Which of them waits
-for which is followed unit by unit, through one step, from the top of the backward pass to the loss of the next forward
+Four work beside each other: the GPU, copies to it, copies from it, and the host's optimizer. Which of them waits for
+which is followed unit by unit, through one step, from the top of the backward pass to the loss of the next forward
 pass. There nothing is under way, so that a step takes as long as the next:
 
-- Backwards a layer that streams comes into the slot that the last but one has left; what comes is there as soon as the
-  slot is free and the link has brought it. The two at the top are there still. The gradients of a layer leave, once they
-  are summed up over the GPUs, and a layer begins when those of the last but one have left.
+- Backwards a layer that streams comes into the slot that the last but one has left: it is there as soon as the slot is
+  free and the link has brought it. The two at the top are there still. A layer's gradients leave once they are summed
+  up over the GPUs, and a layer begins when those of the last but one have left.
 - Clipping needs the norm of all gradients, so the optimizer begins when the last of them has arrived, with the unit
   that the forward pass wants first. Without it, and without a loss scale, each unit is updated as it arrives.
 - Forwards each unit that trains comes anew, whether it stays on the GPU or not, as soon as it is updated; of frozen

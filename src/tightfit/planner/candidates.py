@@ -33,7 +33,6 @@ from tightfit.types import (
     DDP,
     PARTS,
     STRATEGY,
-    STREAM,
     Attention,
     AttentionKernel,
     Buckets,
@@ -69,7 +68,6 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero3", "nvme", "none"),
     ("zero3", "nvme", "cpu"),
     ("zero3", "nvme", "nvme"),
-    (STREAM, "none", "none"),
 )
 """Engine, place of the optimizer's states, place of the weights; the simpler ones first."""
 

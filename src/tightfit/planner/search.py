@@ -24,7 +24,7 @@ from tightfit.inputs.layouts import check_layout, divisors, find_pipeline_obstac
 from tightfit.memory.operations import FP32
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.weights import WIDTH
-from tightfit.pace import Clock, clock_of, pace, step_seconds
+from tightfit.pace import TIE_S, Clock, clock_of, pace, step_seconds
 from tightfit.planner import stream
 from tightfit.planner.candidates import LONG_TOKENS, Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
@@ -38,7 +38,6 @@ MOST_ROWS = 2  # pipelines to search, of those that seem fastest; on one node, w
 PIPELINE = ("pipeline_parallel", "stages_per_gpu", "shard_within")
 MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
 GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
-TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
 
 @dataclass(slots=True)
@@ -256,55 +255,44 @@ def _search_world(question: Question, found: SearchResult, most_s: float = inf, 
 
 
 def _search_strategy(question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool) -> None:
-    if levers.streams:
-        _search_streaming(question, levers, found, most_s, nearest=nearest)
-        return
-    race: list[Runner] = []
-    clock = clock_of(question.shape, levers, question.hardware)
-    deepest = count_depths(question.shape, levers)
-    for corner in _corners(question, levers):
-        if corner.searched:
-            every = clock.times(corner.rest, corner.choice)
-            times = [every[layers] for layers in corner.depths(deepest, partial=question.partial)]
-        else:
-            times = [step_seconds(question.shape, corner.levers, question.hardware)]
-        found.timed.update(times)
-        race.append((times[0], len(race), corner, times))
-    if min(race, default=(inf,))[0] > most_s + TIE_S:
-        return
-    ladders = [Ladder(question, corner, set()) for corner in frugal([corner for _, _, corner, _ in race])]
-    way: Way | None = None
-    if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
-        way = _race(question, race, ladders, found.weighed, most_s)
+    every, race = list(_corners(question, levers)), list[Runner]()
+    if not levers.streams:
+        race = _time(question, levers, every)
+        found.timed.update(seconds for _, _, _, times in race for seconds in times)
+        least_s = min(race, default=(inf,))[0]
     else:
-        way = _find_nearest(question, ladders if nearest else [], found)
-    if way is not None:
-        found.ways.append(way)
-
-
-def _search_streaming(
-    question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool
-) -> None:
-    every = list(_corners(question, levers))
-    if not every or stream.least_s(question, every[0].levers) > most_s:
+        least_s = stream.least_s(question, levers) if every else inf
+    if least_s > most_s + TIE_S:
         return
     ladders = [Ladder(question, corner, set()) for corner in frugal(every)]
     way: Way | None = None
-    if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
+    if not _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
+        closest: Weighed | None = None
+        for ladder in ladders if nearest else ():
+            closest = ladder.nearest(closest)
+        found.weighed.update(size for ladder in ladders for size in ladder.sizes)
+        way = None if closest is None else _way(question, closest.levers, fits=False)
+    elif levers.streams:
         fastest = stream.race(question, every, found.weighed, found.timed, most_s)
         way = None if fastest is None else _way(question, fastest, fits=True)
     else:
-        way = _find_nearest(question, ladders if nearest else [], found)
+        way = _race(question, race, ladders, found.weighed, most_s)
     if way is not None:
         found.ways.append(way)
 
 
-def _find_nearest(question: Question, ladders: list[Ladder], found: SearchResult) -> Way | None:
-    closest: Weighed | None = None
-    for ladder in ladders:
-        closest = ladder.nearest(closest)
-    found.weighed.update(size for ladder in ladders for size in ladder.sizes)
-    return None if closest is None else _way(question, closest.levers, fits=False)
+def _time(question: Question, levers: Levers, every: list[Corner]) -> list[Runner]:
+    race: list[Runner] = []
+    clock = clock_of(question.shape, levers, question.hardware)
+    deepest = count_depths(question.shape, levers)
+    for corner in every:
+        if corner.searched:
+            at_depths = clock.times(corner.rest, corner.choice)
+            times = [at_depths[layers] for layers in corner.depths(deepest, partial=question.partial)]
+        else:
+            times = [step_seconds(question.shape, corner.levers, question.hardware)]
+        race.append((times[0], len(race), corner, times))
+    return race
 
 
 Runner = tuple[float, int, Corner, list[float]]

@@ -18,6 +18,7 @@ from tightfit.memory import Scale
 from tightfit.memory.activations import setting_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
 from tightfit.memory.units import layer_bytes, stays, units_of
+from tightfit.pace import TIE_S
 from tightfit.pace.rates import rates_of
 from tightfit.pace.stream import StreamClock, update_s, waits_for_norm
 from tightfit.pace.work import frozen_of, least_products_s
@@ -25,8 +26,6 @@ from tightfit.planner.candidates import Corner
 from tightfit.planner.ladder import FULL, Ladder, Sizes
 from tightfit.planner.question import Question, weight_of
 from tightfit.types import Checkpointing, Levers
-
-TIE_S = 2e-9
 
 
 def keep_enough(question: Question, levers: Levers) -> Levers:
@@ -59,7 +58,9 @@ def least_s(question: Question, levers: Levers) -> float:
     return arithmetic
 
 
-def race(question: Question, corners: Iterable[Corner], sizes: Sizes, timed: set[float], most_s: float) -> Levers | None:
+def race(
+    question: Question, corners: Iterable[Corner], sizes: Sizes, timed: set[float], most_s: float
+) -> Levers | None:
     """The fastest that fits, in no more than this; None: there is none. Corners are taken in the order of what they
     take at least: with nothing recomputed and nothing to wait for."""
     best: Levers | None = None
