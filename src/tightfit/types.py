@@ -680,7 +680,7 @@ class Levers:
     def shards(self, world: int) -> int:
         """How many of these ranks share what an engine cuts up: states, gradients, and the weights of FSDP2. Ranks that
         share layers, or have other layers, have their own parts of the model to cut up."""
-        whole = self.shard_within if self.is_fsdp2 and self.shard_within else world // self.pipeline_parallel
+        whole = self.shard_within if self.is_fsdp2 and self.shard_within else self.stage_ranks(world)
         return max(1, whole // self.tensor_parallel)
 
     def stage_ranks(self, world: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tightfit.inputs.flags import levers_from_flags
-from tightfit.inputs.layouts import check_layout
+from tightfit.inputs.layouts import check_layout, cut_dimension
 from tightfit.model.load import shape_from_config
 from tightfit.types import ConfigError, Lora
 
@@ -27,7 +27,6 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
         (LLAMA, {"method": "lora", "lora_dropout": 0.1}, 8, "inputs.tensor-dropout", "--lora-dropout 0"),
         (LLAMA, {"compile": "layers"}, 8, "inputs.compile-shared-layers", "--compile off"),
         (LLAMA, {"sequence_parallel": 2}, 8, "inputs.layouts-apart", "--sequence-parallel"),
-        (LLAMA, {"pipeline_parallel": 2}, 8, "inputs.layouts-apart", "--pipeline-parallel 2"),
         (LLAMA, {"tensor_parallel": 3}, None, "inputs.layout-sizes", "use 2, 4 or 8"),
         (LLAMA, {"tensor_parallel": 8}, 12, "inputs.layout-sizes", "12 GPUs; use 2 or 4"),
         (LLAMA, {"tensor_parallel": 4, "shard_within": 2}, 8, "inputs.layout-sizes", "use 2"),
@@ -54,3 +53,5 @@ def test_families_that_can_be_shared(model_type: str) -> None:
     levers = levers_from_flags({"engine": "fsdp2", "tensor_parallel": 8}, shape)
     check_layout(levers, shape, 16)
     check_layout(replace(levers, lora=Lora(), method="lora"), shape, 16)
+    matrices = [tensor for block in shape.blocks for tensor in block.tensors if tensor.is_linear]
+    assert {cut_dimension(tensor) for tensor in matrices} == {0, 1}

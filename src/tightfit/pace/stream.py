@@ -127,6 +127,12 @@ class _Kind(NamedTuple):
     light: _Busy  # backwards where other layers recompute, and of this one elementwise work alone
     again: _Busy  # backwards where it recomputes
 
+    def back_at(self, index: int, recomputing: int) -> _Busy:
+        """Of the layer with this number, where the lowest so many recompute."""
+        if index < recomputing:
+            return self.again
+        return self.light if recomputing else self.back
+
 
 class StreamClock:
     """Step times of one way of computing, with some layers that recompute and some that stay on the GPU."""
@@ -175,12 +181,19 @@ class StreamClock:
         for index, kind in enumerate(shape.pattern):
             time, back = kinds[kind], None
             if index >= frozen:
-                back = time.again if index < again else time.light if again else time.back
+                back = time.back_at(index, again)
             streams = not stays(index, resident, shape.n_layers)
             turn = self._turn(units.layers[index], time.forward, back, streams=streams)
             found.append(turn._replace(sent=sent) if sent and frozen <= index < again else turn)
         found.append(self._turn(units.after, ends.forward, ends.back, streams=False))
         return found
+
+    def recomputed_s(self, depth: Checkpointing) -> float:
+        """Of one micro batch, on the GPU."""
+        kinds, frozen = self._kinds_of(depth.select), frozen_of(self.levers)
+        again = self.shape.n_layers if depth.layers is None else depth.layers
+        layers = [(index, kinds[kind]) for index, kind in enumerate(self.shape.pattern) if index >= frozen]
+        return sum([time.back_at(index, again).gpu - time.back.gpu for index, time in layers])
 
     def _turn(self, unit: Unit, forward: _Busy, back: _Busy | None, *, streams: bool) -> Turn:
         count, trained, rates, ranks = self.micro_batches, unit.trained, self.rates, self.hardware.world
@@ -201,8 +214,8 @@ class StreamClock:
         )
 
     def summing_s(self, unit: Unit) -> float:
-        """Gradients of all micro batches into those of the step, and their norm."""
-        moved = unit.trained * (self.micro_batches * WIDENING_BYTES + FP32)
+        """Gradients of all micro batches added to zeros, and their norm."""
+        moved = unit.trained * (self.micro_batches * WIDENING_BYTES + 2 * FP32)
         return moved / self.rates.card.memory
 
     def _sent_s(self, depth: Checkpointing, layers: int) -> float:
@@ -234,6 +247,8 @@ class StreamClock:
         called = time.host + constants.STREAM_CALL_S, time.host_back + constants.STREAM_CALL_S
         forward = busy(time.products, time.traffic + time.unpacking, called[0])
         back = busy(time.products_back, time.traffic_back + time.unpacking, called[1])
+        if not select:  # as a whole, which the engine itself sees to
+            return _Kind(forward, back, back, _Busy(back.gpu + forward.gpu, back.host + forward.host))
         light, once = recompute_time(time, ELEMENTWISE), recompute_time(time, select)
         lighter = add(back, 0.0, light.others, light.host) if time.lightens else back
         return _Kind(forward, back, lighter, add(back, *once))
@@ -266,19 +281,18 @@ def list_causes(
     link."""
     clock = StreamClock(shape, levers, hardware, rates, rehearsal=rehearsal)
     count, depth = levers.accumulation, levers.checkpointing
-    again = shape.n_layers if depth.layers is None else depth.layers
-    passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=again)
-    turns = clock.turns(depth, levers.resident)
+    passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=0)
+    recomputed, turns = count * clock.recomputed_s(depth), clock.turns(depth, levers.resident)
     step_s, alone_s = clock.follow(turns), sum([turn.forward + (turn.back or 0.0) for turn in turns])
     updated_s = clock.follow([turn._replace(updated=0.0) for turn in turns])
     summed_s = clock.follow([turn._replace(updated=0.0, summed=0.0) for turn in turns])
     added = sum([clock.summing_s(unit) for unit in (clock.units.before, *clock.units.layers, clock.units.after)])
-    gpu = count * (passes.forward_gpu + passes.back_gpu) + added
+    gpu = count * (passes.forward_gpu + passes.back_gpu) + recomputed + added
     return [
         ("arithmetic", count * (passes.products + passes.products_back)),
         ("memory traffic", count * (passes.traffic + passes.traffic_back) + added + clock.added),
         ("dequantisation", count * (passes.unpacking + passes.unpacking_back)),
-        ("recomputation", count * passes.recomputed),
+        ("recomputation", recomputed),
         ("launch overhead", alone_s - gpu),
         ("host optimizer", step_s - updated_s),
         ("communication", updated_s - summed_s + clock.reduced),

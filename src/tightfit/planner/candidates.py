@@ -154,7 +154,7 @@ def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int
         may = not size or find_group_obstacle(levers, hardware.world) is None
         return [0 if size == hardware.world else size] if may else []
     node = replace(levers, shard_within=hardware.gpus_per_node)
-    has_several = hardware.world // levers.pipeline_parallel > hardware.gpus_per_node > 1
+    has_several = levers.stage_ranks(hardware.world) > hardware.gpus_per_node > 1
     can_split = has_several and find_group_obstacle(node, hardware.world) is None
     return [0, hardware.gpus_per_node] if can_split else [0]
 
@@ -291,7 +291,8 @@ def _list_depths(
         return [levers]
     asked = "checkpointing" in pinned
     can_send = levers.compile == "layers" and levers.trainer == "tightfit" and hardware.gpu.vendor != "cpu"
-    can_send = can_send and levers.pipeline_parallel == 1  # what several micro batches keep would wait there at once
+    # what several micro batches keep would wait there at once; of layers that stream only inputs can
+    can_send = can_send and levers.pipeline_parallel == 1 and not levers.streams
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):
