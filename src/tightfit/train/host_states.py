@@ -47,6 +47,7 @@ PIECE = BLOCK * 2**12  # elements that are updated at a time on the host
 STAGED = BLOCK * 2**13  # on a card
 LANES = 2  # pieces on a card: one arrives while the other leaves
 STRETCH = 2**20  # elements that read the table of noise from one place on
+ALIGNMENT = 64  # bytes
 LOWER = 15  # bits of a float below those that the table of codes is read by
 FIRST, SECOND = moments("adamw")
 
@@ -222,6 +223,24 @@ class Step(NamedTuple):
     rate: float
     number: int  # from 1
     factor: float  # of gradients
+
+
+def pad(size: int) -> int:
+    """Bytes up to where the next tensor of a unit may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def count_bytes(elements: int, states: States, *, master: bool) -> int:
+    """What a unit of so many elements allocates, each tensor at a multiple of `ALIGNMENT`."""
+    total = 0
+
+    def allocate(size: int) -> Tensor:
+        nonlocal total
+        total += pad(size)
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    HostStates([(elements, 0.0)], states, master=master, allocate=allocate)
+    return total
 
 
 class HostStates:
