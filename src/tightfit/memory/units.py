@@ -61,3 +61,10 @@ def _units(
 def stays(layer: int, resident: int, layers: int) -> bool:
     """Whether a layer is one of those that stay on the GPU, which are spread evenly over the depth."""
     return (layer + 1) * resident // layers > layer * resident // layers
+
+
+def layer_bytes(layers: tuple[Unit, ...], resident: int) -> int:
+    """Weights of layers on the GPU: those that stay, and slots for the others."""
+    held = [unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))]
+    streamed = [unit.bytes for index, unit in enumerate(layers) if not stays(index, resident, len(layers))]
+    return sum(held) + min(SLOTS, len(streamed)) * max(streamed, default=0)
