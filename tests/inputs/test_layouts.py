@@ -21,7 +21,9 @@ ROW = {"pipeline_parallel": 2}
         ({"pipeline_parallel": 8, "stages_per_gpu": 8}, "inputs.layout-sizes", "use 2, 3 or 4, or leave it out"),
         ({"pipeline_parallel": 3}, "inputs.layout-sizes", "use 2, 4 or 8, or leave it out"),
         ({**ROW, "engine": "zero2"}, "inputs.layout-needs-engine", "needs --engine fsdp2"),
-        ({**ROW, "sequence_parallel": 2}, "inputs.layouts-apart", "choose one of them"),
+        ({**ROW, "sequence_parallel": 8}, "inputs.sharing-gpus", "use 1, 2 or 4"),
+        ({**ROW, "tensor_parallel": 8}, "inputs.layout-sizes", "use 2 or 4, or leave it out"),
+        ({"pipeline_parallel": 5, "tensor_parallel": 2}, "inputs.layout-sizes", "use 2 or 4, or leave it out"),
         ({**ROW, "frozen_layers": 4}, "inputs.layouts-apart", "choose one of them"),
         ({"stages_per_gpu": 2}, "inputs.stages-without-pipeline", "add --pipeline-parallel N"),
     ],
@@ -35,7 +37,16 @@ def test_a_row_that_cannot_be(flags: dict[str, Any], why: str, fix: str) -> None
 
 
 @pytest.mark.parametrize(
-    "flags", [ROW, {**ROW, "stages_per_gpu": 4}, {"pipeline_parallel": 8}, {**ROW, "shard_within": 2}]
+    "flags",
+    [
+        ROW,
+        {**ROW, "stages_per_gpu": 4},
+        {"pipeline_parallel": 8},
+        {**ROW, "shard_within": 2},
+        {**ROW, "tensor_parallel": 4},
+        {**ROW, "tensor_parallel": 2, "shard_within": 2},
+        {**ROW, "sequence_parallel": 2, "stages_per_gpu": 2},
+    ],
 )
 def test_a_row_that_can(flags: dict[str, int]) -> None:
     shape = load_model("llama-3.1-8b")
