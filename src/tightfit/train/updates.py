@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.inputs.surroundings import cores
+from tightfit.memory.units import stays
+from tightfit.train.host_adam import find_host_adam
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.host_states import HostStates, Staging
 from tightfit.train.optimizers import CLIP_EPS
@@ -48,17 +51,26 @@ class Updates:
         self.next_rate = 0.0
         own = HostMemory(place, shared=False)  # of what other ranks do not look at
         self.states: dict[Unit, HostStates] = {}
+        share = share_on_card(levers, place, cores() // self._ranks)
         through = None
-        if levers.states != "fp32" and place.on_gpu:  # to widen and to round them costs a processor too long
+        if share:
             dtype = self.units[0].weights.dtype
             through = Staging(place.device, levers.states, master=self.has_masters, dtype=dtype)
+        kernel = find_host_adam(max(1, cores() // self._ranks))
+        self._on_card = {
+            unit
+            for number, unit in enumerate(self.units)
+            if stays(number, round(share * len(self.units)), len(self.units))
+        }
         for number, unit in enumerate(self.units):
+            on_card = unit in self._on_card
             self.states[unit] = held = HostStates(
                 _cut(unit.decays, *self.share(unit)),
                 levers.states,
                 master=self.has_masters,
-                allocate=lambda size: own.take(size, lock=through is not None),
-                through=through,
+                allocate=partial(own.take, lock=on_card),
+                through=through if on_card else None,
+                kernel=kernel,
                 seed=number * self._ranks + self._rank,
             )
             held.start(unit.weights[slice(*self.share(unit))])
@@ -85,7 +97,9 @@ class Updates:
         self._launched = 0
         self._last: Any = None  # an event: all gradients of the window are on the host
         self._decided: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, initializer=_use_cores, initargs=(self._ranks,))
+        self._thread, self._card_thread = (
+            ThreadPoolExecutor(1, initializer=_use_cores, initargs=(self._ranks,)) for _ in range(2)
+        )
         self._factor: float | None = None
         for name, param in model.named_parameters():
             if name in self.where:
@@ -192,7 +206,7 @@ class Updates:
             if self._counts is not None:
                 self._counts[self._rank * len(self.units) + number] = turn
 
-        future = self._thread.submit(update)
+        future = (self._card_thread if unit in self._on_card else self._thread).submit(update)
         unit.update = future if self._counts is None else _OfAll(future, self._counts[number :: len(self.units)], turn)
         return future
 
@@ -247,6 +261,20 @@ def _cut(decays: Sequence[tuple[int, float]], low: int, high: int) -> list[tuple
         if inside > 0:
             found.append((inside, decay))
     return found
+
+
+def share_on_card(levers: Levers, place: Place, cores_here: int) -> float:
+    """How much of the weights is updated on the card, where states pass through, beside the cores. The same for every
+    start of a job on a machine: both round a little differently. Narrow states cost a processor too long to widen and
+    to round."""
+    if not place.on_gpu:
+        return 0.0
+    if levers.states != "fp32":
+        return 1.0
+    is_fast = torch.cuda.get_device_capability(place.device) >= (9, 0)
+    link = 50e9 if is_fast else 22e9  # bytes/s of PCIe 5 and 4, as they are reached
+    card, host = link / 16, min(5e9, 0.3e9 * cores_here)
+    return card / (card + host)
 
 
 def _use_cores(ranks: int) -> None:
