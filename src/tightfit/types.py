@@ -551,6 +551,12 @@ class Levers:
         least=1,
         most=1_024,
     )
+    stage_layers: str = lever(
+        "",
+        "layers of each stage of a pipeline, from the bottom of the model (as much arithmetic for each)",
+        "what saves memory",
+        form=("N,N,…", r"\d{1,5}(,\d{1,5})*", "inputs.layer-counts"),
+    )
     expert_parallel: int = lever(
         1,
         "GPUs that share the experts of each layer, each with some of them (1)",
@@ -670,6 +676,11 @@ class Levers:
     @property
     def ranks_per_sample(self) -> int:
         return prod(getattr(self, name) for name in READ_TOGETHER)
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Those of `stage_layers`; none: they follow from the model."""
+        return tuple(map(int, self.stage_layers.split(","))) if self.stage_layers else ()
 
     @property
     def row_parts(self) -> int:
