@@ -47,7 +47,7 @@ def weights(
     trainable: list[int] = []
     frozen: list[int] = []
     quantised: list[int] = []
-    kinds = [_layer_parameters(block, method, lora) for block in shape.blocks]
+    kinds = [layer_parameters(block, method, lora) for block in shape.blocks]
     for tensor in shape.before:
         (trainable if method == "full" and trains != "layers" and frozen_layers == 0 else frozen).append(tensor.numel)
     for index, kind in enumerate(shape.pattern):
@@ -61,7 +61,7 @@ def weights(
             trainable.extend(adapters)
     for tensor in shape.after:
         (trainable if base_trains else frozen).append(tensor.numel)
-    scales = sum(-(-numel // NF4_BLOCK) + 4 * -(-numel // (NF4_BLOCK * NF4_NESTED_BLOCK)) for numel in quantised)
+    scales = sum(map(scale_bytes, quantised))
     packed_bytes = sum(quantised) // 2 + scales
     adapter_width = {"bf16": min(2, width), "fp32": 4}[lora.dtype] if lora else width
     return Weights(
@@ -106,6 +106,11 @@ def _cut(whole: Weights, ranks: int) -> Weights:
     )
 
 
+def scale_bytes(numel: int) -> int:
+    """Of a matrix that is packed into 4 bits."""
+    return -(-numel // NF4_BLOCK) + 4 * -(-numel // (NF4_BLOCK * NF4_NESTED_BLOCK))
+
+
 def effective_lora(levers: Levers) -> Lora | None:
     """DeepSpeed casts every parameter to the working precision, adapters too, unless `zero.Init` built the model.
     FSDP2's adapters rest in fp32 and are computed with in the working precision."""
@@ -115,7 +120,7 @@ def effective_lora(levers: Levers) -> Lora | None:
     return replace(lora, dtype="bf16")
 
 
-def _layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[list[int], list[int], list[int]]:
+def layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[list[int], list[int], list[int]]:
     """Parameters that stay as they are, adapters, and matrices that are packed into 4 bits."""
     base: list[int] = []
     adapters: list[int] = []
