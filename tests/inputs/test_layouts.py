@@ -12,6 +12,7 @@ from tightfit.model.load import load_model
 from tightfit.types import ConfigError, Levers
 
 ROW = {"pipeline_parallel": 2}
+ADD_UP = "give 2 numbers of at least 1 that add up to 32, or leave it out"
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,23 @@ ROW = {"pipeline_parallel": 2}
         ({**ROW, "sequence_parallel": 2}, "inputs.layouts-apart", "choose one of them"),
         ({**ROW, "frozen_layers": 4}, "inputs.layouts-apart", "choose one of them"),
         ({"stages_per_gpu": 2}, "inputs.stages-without-pipeline", "add --pipeline-parallel N"),
+        ({"stage_layers": "16,16"}, "inputs.stages-without-pipeline", "add --pipeline-parallel N"),
+        (
+            {**ROW, "stage_layers": "16,15"},
+            "inputs.stage-layers",
+            ADD_UP,
+        ),
+        (
+            {**ROW, "stage_layers": "16,8,8"},
+            "inputs.stage-layers",
+            ADD_UP,
+        ),
+        (
+            {**ROW, "stage_layers": "32,0"},
+            "inputs.stage-layers",
+            ADD_UP,
+        ),
+        ({**ROW, "stage_layers": "16;16"}, "inputs.flag-takes", "such as 7,8,9,8, not '16;16'"),
     ],
 )
 def test_a_row_that_cannot_be(flags: dict[str, Any], why: str, fix: str) -> None:
@@ -36,5 +54,6 @@ def test_a_row_that_cannot_be(flags: dict[str, Any], why: str, fix: str) -> None
 
 def test_a_row_that_can() -> None:
     shape = load_model("llama-3.1-8b")
-    for flags in ({**ROW}, {**ROW, "stages_per_gpu": 4}, {"pipeline_parallel": 8}, {**ROW, "shard_within": 2}):
+    for flags in ({**ROW}, {**ROW, "stages_per_gpu": 4}, {"pipeline_parallel": 8}, {**ROW, "shard_within": 2},
+                  {**ROW, "stages_per_gpu": 2, "stage_layers": "1,2,3,26"}):  # fmt: skip
         check_layout(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import pytest
 from desks import wait_until
 from faulty_training import Trained, same_course
 from several_nodes import Link, TwoNodes, children, run_tool
+from small_models import MIXTRAL
 
 from tightfit.runs.processes import is_alive
 from tightfit.runs.records import read_attempts
@@ -228,6 +230,24 @@ def test_every_layout_across_two_namespaces(
     assert trained.actions == ["same plan"]
     assert sorted(trained.losses) == sorted(undisturbed.losses)
     assert trained.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    assert trained.left_behind() == []
+
+
+@pytest.mark.slow
+def test_experts_across_two_namespaces(tmp_path_factory: pytest.TempPathFactory, link: Link) -> None:
+    """Each node has some of every layer's experts, so that rows of tokens cross the link."""
+    folder = tmp_path_factory.mktemp("experts")
+    model = folder / "config.json"
+    model.write_text(json.dumps(MIXTRAL))
+    words = ("--model", str(model))
+    whole, code, _ = TwoNodes(tmp_path_factory.mktemp("whole"), free_port()).train(*words)
+    assert (whole.code, code) == (0, 0), whole.err
+    nodes = TwoNodes(folder, 29650, link.ADDRESSES[0], link.namespaces)
+    faults = "kill@rank=3,stage=forward,step=5"
+    trained, code, _ = nodes.train(*words, "--expert-parallel", "4", faults=faults)
+    assert (trained.code, code) == (0, 0), trained.err
+    assert trained.actions == ["same plan"]
+    assert trained.losses == pytest.approx(whole.losses, rel=1e-5)
     assert trained.left_behind() == []
 
 
