@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.messages import Message, Said, text
-from tightfit.types import DDP, FSDP2, ZERO3, Engine, Footprint, Hardware, Levers, ModelShape, Pace
+from tightfit.types import DDP, FSDP2, STREAM, ZERO3, Engine, Footprint, Hardware, Levers, ModelShape, Pace
 
 GIB = 2**30
 
@@ -197,12 +197,15 @@ ENGINES: dict[Engine, Said] = {
     "zero2": "ZeRO-2",
     ZERO3: "ZeRO-3",
     FSDP2: "FSDP2",
+    STREAM: Message("plan.stream"),
 }
 
 
 def strategy_name(levers: Levers) -> Said:
     """`ZeRO-3, optimizer + weights on CPU`."""
     engine: Said = ENGINES[levers.engine]
+    if levers.streams and levers.resident:
+        engine = Message("plan.stream-but", count=levers.resident)
     if levers.shard_within:
         engine = Message("plan.in-groups", engine=engine, size=levers.shard_within)
     if levers.sequence_parallel > 1:
@@ -216,6 +219,8 @@ def strategy_name(levers: Levers) -> Said:
         engine = Message("plan.in-pipeline" if levers.stages_per_gpu == 1 else "plan.in-interleaved-pipeline", **said)
     if levers.compress != "none":
         engine = Message("plan.compressed", engine=engine, how=levers.compress)
+    if levers.states != "fp32":
+        engine = Message("plan.states-in", engine=engine, states=levers.states)
     optimizer, param = levers.offload_optimizer, levers.offload_param
     places = {"cpu": "CPU", "nvme": "NVMe"}
     if param == optimizer:

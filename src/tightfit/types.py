@@ -314,10 +314,11 @@ class Hardware:
 
 Method = Literal["full", "lora", "qlora"]
 Trains = Literal["all", "embeddings", "layers"]
-Engine = Literal["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]
+Engine = Literal["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "stream"]
 DDP: Engine = "ddp"
 ZERO3: Engine = "zero3"
 FSDP2: Engine = "fsdp2"
+STREAM: Engine = "stream"
 STAGES: Mapping[Engine, int] = {"zero0": 0, "zero1": 1, "zero2": 2, ZERO3: 3}
 """The engines that are DeepSpeed's, and the stage of ZeRO that each is."""
 READ_TOGETHER = ("sequence_parallel", "tensor_parallel", "pipeline_parallel")
@@ -334,6 +335,7 @@ Compile = Literal["off", "layers"]
 Kernels = Literal["plain", "fused"]
 MlpRun = Literal["plain", "tiled"]
 Compress = Literal["none", "zeropp", "onebit", "powersgd"]
+States = Literal["fp32", "bf16", "8bit"]
 COMPRESSING: Mapping[Compress, Engine] = {"zeropp": ZERO3, "onebit": DDP, "powersgd": DDP}
 """The engine that each is for."""
 PARTS = ("elementwise", "qkv", "mixer", "out", "mlp")
@@ -374,6 +376,8 @@ class Lever:
     most: int | None = None
     """The largest that anybody can mean: no model reads longer texts, none is wider. More would only keep the search
     busy, which tries what divides a batch, and its answer would be of no use."""
+    auto: bool = False
+    """Of a number: `auto` may be said in its place, and leaves it to us as if nothing were said."""
     form: tuple[str, str, str] | None = None
     """Of text: its metavar, the pattern it must match, and the id of what is said of that."""
     also: tuple[str, ...] = ()
@@ -479,7 +483,8 @@ class Levers:
     )
     engine: Engine = lever(
         "zero0",
-        "how the training is spread over the GPUs; ddp: torch alone, nothing is cut up (zero0: the same by DeepSpeed)",
+        "how the training is spread over the GPUs; ddp: torch alone, nothing is cut up; stream: layers rest in host "
+        "memory and come to the GPU in turn (zero0: nothing is cut up, by DeepSpeed)",
         "what saves memory",
     )
     sequence: int = lever(
@@ -517,6 +522,14 @@ class Levers:
     )
     offload_param: Offload = lever(
         "none", "where the weights live between uses, if not on the GPU (none)", "what saves memory"
+    )
+    resident: int = lever(
+        0,
+        "layers that always stay on the GPU under --engine stream (auto: as many as fit; 0 where no GPU is named)",
+        "what saves memory",
+        least=0,
+        most=65_536,
+        auto=True,
     )
     shard_within: int = lever(
         0,
@@ -568,6 +581,13 @@ class Levers:
         "none",
         "send less between GPUs, and change the training a little: ZeRO++'s 8-bit weights and 4-bit gradients, 1-bit "
         "Adam, or PowerSGD (none)",
+        "the training",
+        free=False,
+    )
+    states: States = lever(
+        "fp32",
+        "the number format of the optimizer's moments on the host under --engine stream; less than fp32 changes the "
+        "training a little (fp32)",
         "the training",
         free=False,
     )
@@ -649,6 +669,11 @@ class Levers:
         return self.engine == FSDP2
 
     @property
+    def streams(self) -> bool:
+        """Whether weights rest on the host, and come to the GPU layer by layer."""
+        return self.engine == STREAM
+
+    @property
     def shards_nothing(self) -> bool:
         """Whether every GPU has all of everything."""
         return self.engine in (DDP, "zero0")
@@ -661,7 +686,7 @@ class Levers:
     def shards(self, world: int) -> int:
         """How many of these ranks share what an engine cuts up: states, gradients, and the weights of FSDP2. Ranks that
         share layers, or have other layers, have their own parts of the model to cut up."""
-        whole = self.shard_within if self.is_fsdp2 and self.shard_within else world // self.pipeline_parallel
+        whole = self.shard_within if self.is_fsdp2 and self.shard_within else self.stage_ranks(world)
         return max(1, whole // self.tensor_parallel)
 
     def stage_ranks(self, world: int) -> int:

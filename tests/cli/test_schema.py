@@ -71,7 +71,7 @@ def test_the_schema_has_ranges_and_words() -> None:
     found = dict(properties(job_schema()))
     assert found["sequence"]["minimum"] == 1
     assert found["limits.margin"]["exclusiveMaximum"] == 0.9
-    assert found["levers.engine"]["enum"] == ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]
+    assert found["levers.engine"]["enum"] == ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "stream"]
     assert re.fullmatch(found["levers.checkpointing"]["pattern"], "layers:12")
     assert all(block["additionalProperties"] is False for block in found.values() if "properties" in block)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tightfit.inputs.flags import levers_from_flags
-from tightfit.inputs.layouts import check_layout
+from tightfit.inputs.layouts import check_layout, find_pipeline_obstacle
 from tightfit.model.load import load_model
 from tightfit.types import ConfigError, Levers
 
@@ -52,8 +52,18 @@ def test_a_row_that_cannot_be(flags: dict[str, Any], why: str, fix: str) -> None
     assert str(raised.value.said).endswith(fix)
 
 
-def test_a_row_that_can() -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ROW,
+        {**ROW, "stages_per_gpu": 4},
+        {"pipeline_parallel": 8},
+        {**ROW, "shard_within": 2},
+        {**ROW, "stages_per_gpu": 2, "stage_layers": "1,2,3,26"},
+    ],
+)
+def test_a_row_that_can(flags: dict[str, Any]) -> None:
     shape = load_model("llama-3.1-8b")
-    for flags in ({**ROW}, {**ROW, "stages_per_gpu": 4}, {"pipeline_parallel": 8}, {**ROW, "shard_within": 2},
-                  {**ROW, "stages_per_gpu": 2, "stage_layers": "1,2,3,26"}):  # fmt: skip
-        check_layout(levers_from_flags(flags, shape, Levers(engine="fsdp2")), shape, 8)
+    levers = levers_from_flags(flags, shape, Levers(engine="fsdp2"))
+    check_layout(levers, shape, 8)
+    assert find_pipeline_obstacle(levers, shape, 8) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tightfit.inputs.flags import levers_from_flags
-from tightfit.inputs.layouts import check_layout
+from tightfit.inputs.layouts import check_layout, cut_dimension
 from tightfit.model.load import shape_from_config
 from tightfit.types import ConfigError, Lora
 
@@ -54,3 +54,5 @@ def test_families_that_can_be_shared(model_type: str) -> None:
     levers = levers_from_flags({"engine": "fsdp2", "tensor_parallel": 8}, shape)
     check_layout(levers, shape, 16)
     check_layout(replace(levers, lora=Lora(), method="lora"), shape, 16)
+    matrices = [tensor for block in shape.blocks for tensor in block.tensors if tensor.is_linear]
+    assert {cut_dimension(tensor) for tensor in matrices} == {0, 1}

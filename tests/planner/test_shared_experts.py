@@ -11,7 +11,7 @@ import pytest
 
 from tightfit.hardware.words import parse_hardware
 from tightfit.inputs.flags import find_compile_obstacle, levers_from_flags
-from tightfit.inputs.layouts import check_layout
+from tightfit.inputs.layouts import check_layout, find_expert_obstacle
 from tightfit.job.file import job_from_flags
 from tightfit.memory import estimate
 from tightfit.memory.feedforward import BUSIEST_EXPERT, busiest_load
@@ -63,7 +63,9 @@ def test_what_cannot_be_shared_says_what_would_do(
     "more", [{}, ATTENTION, {"shard_within": 4}, {"sequence_parallel": 2}, {"offload_param": "cpu"}]
 )
 def test_what_can_be_shared_is(mixtral: ModelShape, more: dict[str, Any]) -> None:
-    check_layout(levers_from_flags({**SHARED, **more}, mixtral), mixtral, 8)
+    levers = levers_from_flags({**SHARED, **more}, mixtral)
+    check_layout(levers, mixtral, 8)
+    assert find_expert_obstacle(levers, mixtral, 8) is None
 
 
 def test_a_model_without_experts_has_none_to_share() -> None:

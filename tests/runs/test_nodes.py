@@ -14,7 +14,6 @@ import pytest
 from desks import wait_until
 from faulty_training import Trained, same_course
 from several_nodes import Link, TwoNodes, children, run_tool
-from small_models import MIXTRAL
 
 from tightfit.runs.processes import is_alive
 from tightfit.runs.records import read_attempts
@@ -231,6 +230,11 @@ def test_every_layout_across_two_namespaces(
     assert sorted(trained.losses) == sorted(undisturbed.losses)
     assert trained.losses == pytest.approx(undisturbed.losses, rel=1e-5)
     assert trained.left_behind() == []
+
+
+MIXTRAL = {"model_type": "mixtral", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+           "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+           "num_experts_per_tok": 2, "max_position_embeddings": 512}  # fmt: skip
 
 
 @pytest.mark.slow

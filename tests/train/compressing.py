@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tightfit.train.compression import RANK, OneBit, PowerSgd, orthonormalise
-from tightfit.train.place import Place
+from tightfit.train.place import Place, gather_into
 from tightfit.train.zeropp import LEVELS, Scatter
 
 WORLD, STEPS = 4, 6
@@ -67,7 +67,7 @@ def telescope(place: Place) -> dict[str, float]:
             apart = max(apart, float((flat - mean_of(flat)).abs().max()))
     kept = float(mean_of(power.error).abs().sum())
     told = torch.zeros(WORLD * onebit.told.numel(), dtype=WIDE)
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(told, onebit.told)
+    gather_into(told, onebit.told)
     signs = sent["onebit"] + (mean_of(onebit.error) + told)[:TOTAL] - wanted
     whole = wanted - sent["powersgd"]
     parts = torch.split(whole, [shape.numel() for shape in SHAPES])

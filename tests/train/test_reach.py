@@ -36,6 +36,7 @@ def test_a_plan_for_two_nodes_that_runs_on_one() -> None:
     store = HashStore()
     check_reach(store, place(1, local_rank=1), {})
     check_reach(store, place(0), {})
+    assert not store.check(["door-0"])  # there is no other node that would knock
 
 
 def test_ranks_that_never_come_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

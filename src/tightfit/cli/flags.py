@@ -214,7 +214,7 @@ def add_lever_flags(parser: Parser, only: Iterable[str] | None = None) -> None:
                     group.add_argument(name, dest=lever.flag, action=action, help=help_)
                     continue
                 taken: dict[Any, tuple[str, Callable[[str], Any]]] = {
-                    int: ("N", whole_number(lever.flag)),
+                    int: ("N|auto" if lever.auto else "N", whole_number(lever.flag, or_auto=lever.auto)),
                     float: ("SHARE", share(lever.flag)),
                     str: (lever.form[0] if lever.form else "TEXT", str),
                 }
@@ -222,10 +222,12 @@ def add_lever_flags(parser: Parser, only: Iterable[str] | None = None) -> None:
                 group.add_argument(flag, metavar=metavar, type=read, help=help_)
 
 
-def whole_number(flag: str) -> Callable[[str], int]:
+def whole_number(flag: str, *, or_auto: bool = False) -> Callable[[str], int | str]:
     """A reader of `2048`, `500_000_000` and, as DeepSpeed's own files have it, `5e8`."""
 
-    def read(word: str) -> int:
+    def read(word: str) -> int | str:
+        if or_auto and word.lower() == "auto":
+            return "auto"
         if re.fullmatch(r"[+-]?\d{1,18}", word.replace("_", "")):
             return int(word.replace("_", ""))
         if re.fullmatch(r"\d+(\.\d+)?[eE]\+?1?\d", word) and float(word).is_integer():

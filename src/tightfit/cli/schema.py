@@ -100,7 +100,8 @@ def _lever_schema(takes: Takes) -> dict[str, Any]:
     if takes.kind == "switch":
         return {"type": "boolean"}
     if takes.kind == "integer":
-        return {"type": "integer", "minimum": takes.least} | ({} if takes.most is None else {"maximum": takes.most})
+        number = {"type": "integer", "minimum": takes.least} | ({} if takes.most is None else {"maximum": takes.most})
+        return {"anyOf": [number, {"enum": list(takes.words)}]} if takes.words else number
     if "layers:K" in takes.words:
         return {
             "type": "string",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.desk.request import Request, find_idle, flags_of, pick_stage, read_request
 from tightfit.inputs.flags import AUTO, levers_from_flags, spelt
-from tightfit.inputs.layouts import check_layout
+from tightfit.inputs.layouts import check_layout, find_stream_obstacle
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
 from tightfit.job.file import hardware_of as hardware_of_job
@@ -28,6 +28,7 @@ from tightfit.priced import Priced, strategy_name
 from tightfit.types import (
     DDP,
     FSDP2,
+    STREAM,
     ZERO3,
     ConfigError,
     Engine,
@@ -154,6 +155,8 @@ def _resolve(
     levers = levers_from_flags(flags_of(flags), shape, base, world=world)
     if (obstacle := find_depth_obstacle(shape, levers)) is not None:
         raise ConfigError(obstacle)
+    if hardware is not None and (obstacle := find_stream_obstacle(levers, part_of(hardware, world).nodes)) is not None:
+        raise ConfigError(obstacle)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
     if levers.uses_deepspeed:
         said += version_said
@@ -272,7 +275,7 @@ def _inputs(
 ) -> tuple[ModelShape, Levers, tuple[Said, ...]]:
     """The model, the levers that files have set over the `usual` ones, and what their readers had to say."""
     engine = str(request.flags.get("engine", "")).lower()
-    is_other = engine in (DDP, FSDP2)
+    is_other = engine in (DDP, FSDP2, STREAM)
     config: str | Path | None = request.deepspeed
     factory, said = None, list[Said]()
     if config and is_other:

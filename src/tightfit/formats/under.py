@@ -34,7 +34,8 @@ def levers_under(trainer: Trainer, plan: Plan, target: Target) -> Levers:
 
 def runs_under(trainer: Trainer, plan: Plan, target: Target) -> bool:
     """Whether the trainer has what the plan needs, and room for it."""
-    if trainer == "llamafactory" and require_way(plan).levers.is_fsdp2:
+    levers = require_way(plan).levers
+    if levers.streams or (trainer == "llamafactory" and levers.is_fsdp2):
         return False
     try:
         check_fits_under(trainer, plan, target)

@@ -83,6 +83,11 @@ def is_on_or_off(lever: Lever) -> bool:
     return get_args(lever.type) == (bool, type(None))
 
 
+def is_auto(lever: Lever, said: object) -> bool:
+    """Whether this leaves a number to us."""
+    return lever.auto and str(said).lower() == "auto"
+
+
 def _is_names(lever: Lever) -> bool:
     return any(get_origin(part) is tuple for part in get_args(lever.type))
 
@@ -95,8 +100,8 @@ def levers_from_flags(
     base = base or Levers()
     given: dict[str, dict[str, Any]] = {}
     for flag, value in said.items():
-        if value is not None:
-            lever = LEVERS[flag]
+        lever = LEVERS[flag]
+        if value is not None and not is_auto(lever, value):
             given.setdefault(lever.block, {})[lever.name] = read_lever(lever, value)
     changes, adapters, buckets = (given.get(block, {}) for block in ("", "lora", "buckets"))
     if changes.get("method", base.method) != "full":
@@ -158,7 +163,7 @@ def check_levers(levers: Levers, shape: ModelShape, world: int | None = None) ->
     nvme = "--offload-optimizer" if optimizer == "nvme" else "--offload-param" if param == "nvme" else None
     if nvme and engine != ZERO3:
         raise ConfigError(Message("inputs.nvme-needs-zero3", flag=nvme, engine=engine))
-    if param != "none" and not levers.shards_parameters:
+    if param != "none" and not (levers.shards_parameters or levers.streams):
         raise ConfigError(Message("inputs.param-needs-sharding", place=param, engine=engine))
     if optimizer != "none" and levers.shards_nothing:
         raise ConfigError(Message("inputs.optimizer-needs-zero", place=optimizer, engine=engine))
@@ -177,7 +182,9 @@ def check_levers(levers: Levers, shape: ModelShape, world: int | None = None) ->
         raise ConfigError(Message("inputs.too-many-tokens", micro=micro, sequence=levers.sequence, most=MOST_TOKENS))
     if micro * levers.accumulation > MOST_BATCH:
         raise ConfigError(Message("inputs.too-many-sequences", micro=micro, accum=levers.accumulation, most=MOST_BATCH))
-    recomputed, frozen = levers.checkpointing.layers, levers.frozen_layers
+    recomputed, frozen, resident = levers.checkpointing.layers, levers.frozen_layers, levers.resident
+    if resident > depth:
+        raise ConfigError(Message("inputs.keeps-too-many", layers=resident, depth=depth, model=shape.name))
     if recomputed is not None and recomputed > depth:
         raise ConfigError(Message("inputs.recomputes-too-many", layers=recomputed, depth=depth, model=shape.name))
     if frozen > depth:

@@ -7,7 +7,19 @@ there are may not be known yet.
 from __future__ import annotations
 
 from tightfit.messages import Listing, Message
-from tightfit.types import COMPRESSING, Attention, ConfigError, Levers, Mlp, ModelShape, Moe, Tensor
+from tightfit.types import (
+    COMPRESSING,
+    FSDP2,
+    STREAM,
+    Attention,
+    ConfigError,
+    Engine,
+    Levers,
+    Mlp,
+    ModelShape,
+    Moe,
+    Tensor,
+)
 
 CUT_INTO_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 CUT_INTO_COLUMNS = ("o_proj", "down_proj")
@@ -24,7 +36,7 @@ def find_group_obstacle(levers: Levers, world: int | None = None) -> Message | N
         return Message("inputs.groups-are-ours", size=size)
     if levers.stage == 3 and (levers.offload_param != "none" or levers.method == "qlora"):
         return Message("inputs.no-second-copy", size=size)
-    ranks = None if world is None else world // levers.pipeline_parallel  # that have the same layers
+    ranks = None if world is None else levers.stage_ranks(world)
     if ranks is not None and ranks % size:
         said = {"size": size, "world": ranks, "sizes": Listing(map(str, divisors(ranks)), "or") if ranks > 1 else None}
         return Message("inputs.groups-divide-stage" if ranks != world else "inputs.groups-divide", **said)
@@ -62,10 +74,8 @@ def find_sharing_obstacle(levers: Levers, shape: ModelShape, world: int | None =
 def find_tensor_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
     """Why GPUs cannot share layers."""
     size = levers.tensor_parallel
-    if levers.trainer != "tightfit":
-        return Message("inputs.layout-is-ours", flag="--tensor-parallel", size=size)
-    if not levers.is_fsdp2:
-        return Message("inputs.layout-needs-engine", flag="--tensor-parallel", size=size, engine="fsdp2")
+    if (obstacle := _find_owner_obstacle(levers, "--tensor-parallel", size, FSDP2)) is not None:
+        return obstacle
     if levers.sequence_parallel > 1:
         return Message("inputs.layouts-apart", one=f"--tensor-parallel {size}", other="--sequence-parallel")
     if levers.method == "qlora":
@@ -92,22 +102,37 @@ def find_tensor_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
     return _say_sizes("--tensor-parallel", size, Message("inputs.heads-divide"), may, world, levers.shard_within)
 
 
+def _find_owner_obstacle(
+    levers: Levers, flag: str, size: int | str, engine: Engine, *, ours: bool = True
+) -> Message | None:
+    """`ours`: it is our own worker that can do it, and no other trainer."""
+    if ours and levers.trainer != "tightfit":
+        return Message("inputs.layout-is-ours", flag=flag, size=size)
+    return (
+        None if levers.engine == engine else Message("inputs.layout-needs-engine", flag=flag, size=size, engine=engine)
+    )
+
+
 def _can_be_shared(tensor: Tensor) -> bool:
-    """Of a layer: a matrix that is cut into rows or into columns, or what no GPU needs more of than it has. A bias
-    behind sums of which each GPU has a share would be added by each."""
-    names = tensor.name.split(".")
-    if len(tensor.shape) > 1:
-        return names[-2] in (*CUT_INTO_ROWS, *CUT_INTO_COLUMNS)
-    return names[-1] != "bias" or names[-2] not in CUT_INTO_COLUMNS
+    """Of a layer: what is cut, or what no GPU needs more of than it has. A bias behind sums of which each GPU has a
+    share would be added by each."""
+    is_bias_of_sums = len(tensor.shape) == 1 and tensor.name.split(".")[-2] in CUT_INTO_COLUMNS
+    return cut_dimension(tensor) is not None or (len(tensor.shape) == 1 and not is_bias_of_sums)
+
+
+def cut_dimension(tensor: Tensor) -> int | None:
+    """Along which GPUs that share a layer cut this parameter of it; None: each uses all of it, as of norms."""
+    *_, module, kind = ("", *tensor.name.split("."))
+    if module in CUT_INTO_ROWS:
+        return 0
+    return 1 if module in CUT_INTO_COLUMNS and kind == "weight" else None
 
 
 def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
     """Why GPUs cannot have some of the layers each."""
     size = levers.pipeline_parallel
-    if levers.trainer != "tightfit":
-        return Message("inputs.layout-is-ours", flag="--pipeline-parallel", size=size)
-    if not levers.is_fsdp2:
-        return Message("inputs.layout-needs-engine", flag="--pipeline-parallel", size=size, engine="fsdp2")
+    if (obstacle := _find_owner_obstacle(levers, "--pipeline-parallel", size, FSDP2)) is not None:
+        return obstacle
     apart = {
         "--sequence-parallel": levers.sequence_parallel > 1,
         "--tensor-parallel": levers.tensor_parallel > 1,
@@ -134,10 +159,8 @@ def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None 
 def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
     """Why GPUs cannot have some of the experts each."""
     size = levers.expert_parallel
-    if levers.trainer != "tightfit":
-        return Message("inputs.layout-is-ours", flag="--expert-parallel", size=size)
-    if not levers.is_fsdp2:
-        return Message("inputs.layout-needs-engine", flag="--expert-parallel", size=size, engine="fsdp2")
+    if (obstacle := _find_owner_obstacle(levers, "--expert-parallel", size, FSDP2)) is not None:
+        return obstacle
     for other in ("tensor_parallel", "pipeline_parallel"):
         if getattr(levers, other) > 1:
             flag = f"--{other.replace('_', '-')}"
@@ -164,7 +187,6 @@ def _say_sizes(flag: str, size: int, must: Message, may: list[int], world: int |
 def find_compression_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
     """Why what GPUs send each other cannot be compressed so. Of how many GPUs may not be known."""
     how, flag = levers.compress, f"--compress {levers.compress}"
-    engine = COMPRESSING[how]
     apart = {
         "--tensor-parallel": levers.tensor_parallel > 1,
         "--pipeline-parallel": levers.pipeline_parallel > 1,
@@ -174,10 +196,10 @@ def find_compression_obstacle(levers: Levers, shape: ModelShape, world: int | No
         f"--optimizer {levers.optimizer}": how == "onebit" and levers.optimizer != "adamw",
         "--master-weights off": not levers.master_weights and levers.precision != "fp32",
     }
-    if levers.trainer != "tightfit" and how != "zeropp":
-        return Message("inputs.layout-is-ours", flag="--compress", size=how)
-    if levers.engine != engine:
-        return Message("inputs.layout-needs-engine", flag="--compress", size=how, engine=engine)
+    if (
+        obstacle := _find_owner_obstacle(levers, "--compress", how, COMPRESSING[how], ours=how != "zeropp")
+    ) is not None:
+        return obstacle
     for other, is_so in apart.items():
         if is_so:
             return Message("inputs.layouts-apart", one=flag, other=other)
@@ -192,9 +214,36 @@ def find_compression_obstacle(levers: Levers, shape: ModelShape, world: int | No
     return None
 
 
+def find_stream_obstacle(levers: Levers, nodes: int = 1) -> Message | None:
+    """Why layers cannot come to the GPU in turn, or nothing else may be said of where they rest."""
+    flag = f"--engine {levers.engine}"
+    if not levers.streams:
+        asked = {"--resident": levers.resident, "--states": levers.states}
+        said = next((name for name, value in asked.items() if value not in (0, "fp32")), None)
+        return Message("inputs.layout-needs-engine", flag=said, size=asked[said], engine=STREAM) if said else None
+    if levers.trainer != "tightfit":
+        return Message("inputs.layout-is-ours", flag="--engine", size=levers.engine)
+    if nodes > 1:
+        return Message("inputs.stream-one-node", nodes=nodes)
+    trained = levers.method == "full"  # what adapters have lies on the GPU, as under ddp
+    apart = {
+        "--sequence-parallel": levers.sequence_parallel > 1,
+        f"--offload-optimizer {levers.offload_optimizer}": levers.offload_optimizer != "none",
+        f"--offload-param {levers.offload_param}": levers.offload_param != "none",
+        f"--optimizer {levers.optimizer}": levers.optimizer == "adafactor" or (trained and levers.optimizer != "adamw"),
+        "--no-master-weights --precision fp16": levers.precision == "fp16" and not levers.master_weights,
+    }
+    for other in (other for other, is_said in apart.items() if is_said):
+        return Message("inputs.layouts-apart", one=flag, other=other)
+    if levers.states != "fp32" and not trained:
+        return Message("inputs.states-of-adapters", states=levers.states, method=levers.method)
+    return None
+
+
 def check_layout(levers: Levers, shape: ModelShape, world: int | None = None) -> None:
     """Raise where the GPUs cannot work together as the levers say."""
     obstacles = (
+        find_stream_obstacle(levers),
         find_group_obstacle(levers, world) if levers.shard_within else None,
         find_sharing_obstacle(levers, shape, world) if levers.sequence_parallel > 1 else None,
         find_tensor_obstacle(levers, shape, world) if levers.tensor_parallel > 1 else None,

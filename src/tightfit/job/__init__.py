@@ -17,11 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from tightfit.types import Compress, Method, Optimizer, Precision, Trainer, Trains
+from tightfit.types import Compress, Method, Optimizer, Precision, States, Trainer, Trains
 
 Allowance = Literal[
     "precision",
     "8bit-optimizer",
+    "states",
     "compress",
     "lora-rank",
     "quantize",
@@ -212,6 +213,9 @@ class Job:
     compress: Compress = "none"
     """Send less between GPUs, and change the training a little: `zeropp`: ZeRO++'s 8-bit weights and 4-bit gradients;
     `onebit`: 1-bit Adam; `powersgd`: low ranks of the gradients."""
+    states: States = "fp32"
+    """Number format of the optimizer's moments on the host under `engine: stream`. `bf16` and `8bit` change the
+    training a little."""
     trains: Trains = "all"
     """`embeddings`: only these train, and everything else is frozen; `layers`: everything but these. A head that is
     tied to them is the same tensor."""

@@ -80,8 +80,9 @@ EXAMPLES = {
     "limits.host_ram": Message("job.size-such-as", size="200GB"),
     "timeout": Message("job.time-such-as"),
     "levers.deepspeed_version": Message("job.version-in-quotes"),
+    "levers.resident": Message("job.number-or-auto"),
 }
-"""Text that has a form of its own."""
+"""What has a form of its own."""
 
 Kind = Literal["integer", "number", "switch", "text", "words", "list", "fields", "block"]
 
@@ -200,7 +201,7 @@ def _takes(hint: Any) -> Takes:
 def _lever_takes(lever: Lever) -> Takes:
     if words := words_of(lever):
         return Takes(kind="words", words=words)
-    return replace(_takes(lever.type), least=lever.least, most=lever.most)
+    return replace(_takes(lever.type), words=("auto",) * lever.auto, least=lever.least, most=lever.most)
 
 
 _NOUNS: Mapping[Kind, str] = {
@@ -371,7 +372,7 @@ def _is_taken(value: object, takes: Takes) -> bool:
     """Whether a lever takes this."""
     if takes.kind == "switch":
         return isinstance(value, bool)
-    if takes.kind == "integer":
+    if takes.kind == "integer" and value not in takes.words:
         return isinstance(value, int) and not isinstance(value, bool) and value >= (takes.least or 0)
     if not isinstance(value, str) or not value.strip():
         return False

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tightfit.hardware.named import is_this, read_hardware
 from tightfit.hardware.words import connect, parse_link, parse_network, parse_size
-from tightfit.inputs.flags import LEVERS, MOST_BATCH, levers_from_flags, spelt
+from tightfit.inputs.flags import LEVERS, MOST_BATCH, is_auto, levers_from_flags, spelt
 from tightfit.inputs.spelling import LARGEST, as_number, nearest, seconds_in, shown
 from tightfit.job import Adapters, Job
 from tightfit.job.fields import (
@@ -37,6 +37,7 @@ from tightfit.model.load import load_model, shape_from_fields
 from tightfit.types import (
     COMPRESSING,
     FSDP2,
+    STREAM,
     ZERO3,
     ConfigError,
     Engine,
@@ -263,6 +264,8 @@ def levers_of(job: Job, shape: ModelShape, *, file: str | None = None) -> Levers
     if any(job.levers.get(name, 1) != 1 for name in ("pipeline_parallel", "expert_parallel")):
         engine = FSDP2
     engine = COMPRESSING.get(job.compress, engine)
+    if job.states != "fp32" or job.levers.get("resident") not in (None, 0, "auto"):
+        engine = STREAM
     base = Levers(engine=engine)
     try:
         levers = levers_from_flags({**said, **job.levers}, shape, base)
@@ -291,7 +294,8 @@ def adapter_dtype_of(job: Job) -> Literal["fp32", "bf16"]:
 
 def pinned(job: Job) -> frozenset[str]:
     """The fields of `Levers` that the user fixed and the planner leaves alone."""
-    return frozenset(LEVERS[flag].block or LEVERS[flag].name for flag in job.levers)
+    said = [LEVERS[flag] for flag, value in job.levers.items() if not is_auto(LEVERS[flag], value)]
+    return frozenset(lever.block or lever.name for lever in said)
 
 
 def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
@@ -437,7 +441,7 @@ def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
     bounds = {JOB_FLAGS[flag]: lever.most for flag, lever in LEVERS.items() if lever.most is not None}
     for path, most in {**bounds, "effective_batch": MOST_BATCH}.items():
         value = field_at(job, path)
-        if value is not None and value > most:
+        if isinstance(value, int) and value > most:
             must = Message("inputs.at-most", most=most)
             said = Message("inputs.must-be", name=source.place(path), must=must, value=value, hint=None)
             yield ConfigError(said, at=source.name(path))

@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from tightfit.inputs.layouts import cut_dimension
 from tightfit.memory.operations import Operations, Setting
-from tightfit.memory.selection import place_of
 from tightfit.memory.tape import Slot
 from tightfit.memory.weights import is_adapted
 from tightfit.types import Attention, Block, Lora, Mlp, Tensor
@@ -35,22 +35,12 @@ def cut_block(block: Block, ranks: int) -> Block:
 
 
 def _cut(tensor: Tensor, ranks: int) -> Tensor:
-    dimension = _cut_dimension(tensor)
+    dimension = cut_dimension(tensor)
     if dimension is None:
         return tensor
     numbers = list(tensor.shape)
     numbers[dimension] = -(-numbers[dimension] // ranks)
     return Tensor(tensor.name, tuple(numbers))
-
-
-def _cut_dimension(tensor: Tensor) -> int | None:
-    """None: each rank uses all of it, as of norms, and of biases that are added once."""
-    module, _, kind = tensor.name.rpartition(".")
-    place = place_of(module)
-    if "norm" in module or place is None:
-        return None
-    writes = place in ("out", "down")
-    return None if writes and kind == "bias" else int(writes)
 
 
 class Uncut(NamedTuple):
@@ -62,9 +52,9 @@ class Uncut(NamedTuple):
 
 @lru_cache(maxsize=256)
 def count_uncut(block: Block, lora: Lora | None) -> Uncut:
-    base = sum([tensor.numel for tensor in block.tensors if _cut_dimension(tensor) is None])
+    base = sum([tensor.numel for tensor in block.tensors if cut_dimension(tensor) is None])
     adapted = [tensor for tensor in block.tensors if lora is not None and is_adapted(tensor, lora)]
-    widths = [tensor.shape[1 - (_cut_dimension(tensor) or 0)] for tensor in adapted]
+    widths = [tensor.shape[1 - (cut_dimension(tensor) or 0)] for tensor in adapted]
     return Uncut(base, sum(widths) * (lora.rank if lora else 0))
 
 

@@ -207,8 +207,7 @@ def _count_experts(shape: ModelShape, first: int = 0) -> int:
 
 def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> Traffic:
     weights = weights_of.of(shape, levers)
-    # of a pipeline those ranks that have the same layers, which are neighbours
-    world = hardware.world // levers.pipeline_parallel
+    world = levers.stage_ranks(hardware.world)  # of a pipeline: neighbours
     trained = weights.trainable_numel * weights.trainable_width
     sharded = levers.shards_parameters
     link = _Links(hardware, rates, rehearsal, world)

@@ -297,8 +297,7 @@ class Knowledge(NamedTuple):
 
 def with_exchange(rates: Rates, hardware: Hardware, levers: Levers, *, rehearsal: bool = False) -> Rates:
     """The same for ranks of which some share sequences, layers or experts."""
-    ranks = levers.sequence_parallel * levers.tensor_parallel
-    if rehearsal or ranks == levers.expert_parallel == 1:
+    if rehearsal or levers.row_parts == levers.expert_parallel == 1:
         return rates
 
     def among(ranks: int, sharers: int) -> tuple[float, float]:
@@ -312,7 +311,7 @@ def with_exchange(rates: Rates, hardware: Hardware, levers: Levers, *, rehearsal
     # Of what is sent to each rank its own, for a sequence or for experts, most leaves a node through its network,
     # together with what its other GPUs send; what is gathered and scattered for a layer passes it once, as in a ring.
     every = hardware.gpus_per_node
-    speed, start = among(ranks, every if levers.sequence_parallel > 1 else 1)
+    speed, start = among(levers.row_parts, every if levers.sequence_parallel > 1 else 1)
     travel, travel_start = among(levers.expert_parallel, every)
     speeds = {"exchange": speed, "exchange_start_s": start, "travel": travel, "travel_start_s": travel_start}
     return rates._replace(card=rates.card._replace(**speeds))

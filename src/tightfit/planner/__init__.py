@@ -13,7 +13,7 @@ from math import prod
 from time import perf_counter
 
 from tightfit.inputs.flags import LEVERS, meant
-from tightfit.inputs.layouts import check_layout
+from tightfit.inputs.layouts import check_layout, find_stream_obstacle
 from tightfit.job import Job, Limits
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
 from tightfit.memory.pipeline import find_depth_obstacle
@@ -29,7 +29,7 @@ from tightfit.planner.search import SearchResult, list_strategies, search, searc
 from tightfit.planner.tiers import STANDS_IN, TIERS, Tier, apply_tier, by_memory, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.priced import GIB, amounts, strategy_name
-from tightfit.types import DDP, FSDP2, ConfigError, Hardware, Levers, Lora, ModelShape, UserError
+from tightfit.types import DDP, FSDP2, STREAM, ConfigError, Hardware, Levers, Lora, ModelShape, UserError
 
 __all__ = ["Bounds", "Plan", "Remedy", "Tiered", "Way", "all_tiers", "plan", "plan_tier", "plan_within", "question_of"]
 
@@ -78,12 +78,14 @@ def plan_within(
             raise ConfigError(Message("plan.tier-all"))
         explicit = frozenset({*dump_job(job), *(f"levers.{lever}" for lever in job.levers)})
         job, costs = apply_tier(TIERS[job.tier], job, hardware, explicit)
-    if job.precision == "fp16" and hardware.gpu.fp16 is False and job.levers.get("engine") not in (FSDP2, DDP):
+    if job.precision == "fp16" and hardware.gpu.fp16 is False and job.levers.get("engine") not in (FSDP2, DDP, STREAM):
         # DeepSpeed refuses what a processor does not compute itself; the others leave it to torch, which can do without
         job = replace(job, precision=STANDS_IN)
         said = (*said, Message("plan.no-fp16", name=hardware.gpu.name, stands_in=STANDS_IN))
     question = question_of(job, shape, hardware).within(bounds)
     check_pins(question.trainer, question.base, shape, question.pinned)
+    if question.base.streams and (obstacle := find_stream_obstacle(question.base, hardware.nodes)) is not None:
+        raise ConfigError(obstacle)
     if question.ours:
         check_states(question.base, question.pinned, hardware)
     answer = answer_question(job, question, said, advice=bounds.advice)

@@ -21,7 +21,7 @@ from tightfit.inputs.flags import (
     find_tiling_obstacle,
     released_at_once,
 )
-from tightfit.inputs.layouts import find_group_obstacle
+from tightfit.inputs.layouts import find_group_obstacle, find_stream_obstacle
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice
@@ -147,7 +147,7 @@ def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int
         may = not size or find_group_obstacle(levers, hardware.world) is None
         return [0 if size == hardware.world else size] if may else []
     node = replace(levers, shard_within=hardware.gpus_per_node)
-    has_several = hardware.world // levers.pipeline_parallel > hardware.gpus_per_node > 1
+    has_several = levers.stage_ranks(hardware.world) > hardware.gpus_per_node > 1
     can_split = has_several and find_group_obstacle(node, hardware.world) is None
     return [0, hardware.gpus_per_node] if can_split else [0]
 
@@ -156,6 +156,8 @@ def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
     """What no engine does, or does wrongly, or does so that it cannot be saved."""
     moved = levers.offload_optimizer != "none"
     if levers.engine != COMPRESSING.get(levers.compress, levers.engine):
+        return False
+    if find_stream_obstacle(levers, hardware.nodes) is not None:
         return False
     if moved and levers.optimizer != "adamw":
         return False  # the host's optimizer is DeepSpeed's CPU Adam

@@ -21,7 +21,7 @@ from tightfit.model.presets import PRESETS
 from tightfit.planner.plan import Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import fits_at_all, search, something_fits
-from tightfit.types import COMPRESSING, Compress, Hardware, ModelShape
+from tightfit.types import COMPRESSING, Compress, Hardware, ModelShape, States
 
 ORDER: tuple[Allowance, ...] = get_args(Allowance)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -30,11 +30,12 @@ LEAST_RANK = 1
 MOST_GPUS = 1024
 FULL_NODE = 8  # GPUs that one machine takes
 MILDEST_FIRST: tuple[Compress, ...] = ("zeropp", "onebit", "powersgd")
+SMALLER_STATES: tuple[States, ...] = ("bf16", "8bit")
 DOMINATES, WORTH = 0.5, 0.8
 """Communication's share of a step from which on it is worth a thought, and how long a compressed step may be."""
 
 _SAID = [
-    *("plan.effect-precision", "plan.effect-8bit", "plan.effect-compress"),
+    *("plan.effect-precision", "plan.effect-8bit", "plan.effect-states", "plan.effect-compress"),
     *("plan.effect-rank", "plan.effect-quantize", "plan.effect-targets"),
     *("plan.effect-shorter", "plan.effect-lora", "plan.effect-skip", "plan.effect-pure", "plan.effect-model"),
 ]
@@ -147,6 +148,10 @@ def changes(question: Question, name: Allowance) -> Iterator[Change]:
         case "8bit-optimizer":
             if base.optimizer == "adamw":
                 yield _with(question, optimizer="adamw8bit"), Message("plan.cost-8bit")
+        case "states":
+            if base.method == "full" and base.optimizer == "adamw" and base.states == "fp32":
+                for states in SMALLER_STATES:
+                    yield _with(question, states=states), Message("plan.cost-states", states=states)
         case "lora-rank":
             rank = lora.rank if lora else 0
             while lora is not None and rank > LEAST_RANK:

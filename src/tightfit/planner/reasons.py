@@ -84,7 +84,7 @@ def _training(way: Way) -> tuple[object, ...]:
     """All that changes the result."""
     levers = way.levers
     what = (way.shape.name, levers.method, levers.lora, levers.sequence, levers.frozen_layers, levers.trains)
-    return (*what, levers.precision, levers.optimizer, levers.master_weights, levers.compress)
+    return (*what, levers.precision, levers.optimizer, levers.master_weights, levers.compress, levers.states)
 
 
 def _distance(way: Way) -> tuple[float, float]:
@@ -414,6 +414,8 @@ def _idle(allowance: str, job: Job) -> Message | None:
         "lora-targets": job.lora.targets != "all" and Message("plan.targets-named"),
         "lora-rank": job.lora.rank == 1 and Message("plan.rank-lowest"),
         "8bit-optimizer": job.optimizer != "adamw" and Message("plan.only-for-adamw", optimizer=job.optimizer),
+        "states": (job.states != "fp32" and Message("plan.states-already", states=job.states))
+        or (job.optimizer != "adamw" and Message("plan.only-for-adamw", optimizer=job.optimizer)),
         "precision": job.precision != "fp32" and Message("plan.precision-already", precision=job.precision),
         "compress": Message("plan.compress-saves-seconds"),
         "pure-16bit": not job.master_weights and Message("plan.pure-already", precision=job.precision),

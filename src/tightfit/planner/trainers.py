@@ -17,7 +17,7 @@ from tightfit.inputs.flags import checkpointing_word
 from tightfit.inputs.versions import LLAMAFACTORY_VERSION, release
 from tightfit.memory.operations import LIGER_MODELS
 from tightfit.messages import Message
-from tightfit.types import DDP, FSDP2, ZERO3, ConfigError, Engine, Hardware, Levers, ModelShape, Trainer
+from tightfit.types import DDP, FSDP2, STREAM, ZERO3, ConfigError, Engine, Hardware, Levers, ModelShape, Trainer
 
 OLDEST_LLAMAFACTORY = (0, 9, 2)
 _TYPES_SINCE = {"qwen3": (0, 9, 3), "qwen3_moe": (0, 9, 3), "gemma3": (0, 9, 3), "gemma3_text": (0, 9, 3)}
@@ -60,10 +60,10 @@ class Abilities:
         """Whether it runs this engine. `llamafactory-cli` starts torchrun without accelerate's settings for FSDP2; it
         refuses `pure_bf16` under ZeRO-3, and counts one rank of it where there is no GPU."""
         if self.trainer != "llamafactory":
-            return True
+            return self.is_ours or engine != STREAM
         if engine == ZERO3:
             return levers.master_weights and hardware.gpu.vendor != "cpu"
-        return engine != FSDP2
+        return engine not in (FSDP2, STREAM)
 
     def fuses(self, shape: ModelShape) -> bool:
         """Whether the loss of this model can be fused."""
@@ -123,7 +123,7 @@ def check_pins(trainer: Abilities, levers: Levers, shape: ModelShape, pinned: Co
         raise ConfigError(Message("plan.llamafactory-fsdp2"))
     depth = levers.checkpointing
     for lever, value, is_ours in (
-        ("engine", levers.engine, levers.engine == DDP),
+        ("engine", levers.engine, levers.engine in (DDP, STREAM)),
         ("compile", levers.compile, levers.compile != "off"),
         ("kernels", levers.kernels, levers.kernels != "plain"),
         ("mlp", levers.mlp, levers.mlp != "plain"),

@@ -43,6 +43,8 @@ MIXED: dict[Precision, str] = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 def accelerate_yaml(plan: Plan, target: Target, deepspeed_file: str | None) -> str:
     """The file for `accelerate launch --config_file`. `deepspeed_file` is the JSON's name; None: FSDP2."""
     way = require_way(plan)
+    if way.levers.streams:
+        raise ConfigError(Message("planfile.stream-is-ours", program="accelerate"))
     if way.levers.is_fsdp2 != (deepspeed_file is None):
         if way.levers.is_fsdp2:
             raise ConfigError(Message("accelerate.fsdp2-has-no-file"))

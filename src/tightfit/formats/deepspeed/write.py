@@ -49,6 +49,7 @@ def deepspeed_json(plan: Plan, target: Target) -> str:
     check_version(target.deepspeed_version)
     on_host, is_adam = levers.offload_optimizer != "none", levers.optimizer == HOST_ADAM
     refused = (
+        (levers.streams, Message("planfile.stream-is-ours", program="DeepSpeed")),
         (not levers.uses_deepspeed, Message("deepspeed.fsdp2-has-no-file", engine=levers.engine)),
         (pure and levers.engine == "zero0", Message("deepspeed.pure-needs-sharding")),
         (pure and levers.precision == "fp16" and not on_host, Message("deepspeed.pure-fp16-needs-offload")),

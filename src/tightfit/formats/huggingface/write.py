@@ -221,6 +221,8 @@ def fuses(way: Way, version: str) -> bool:
 def _sharding(way: Way, target: Target, deepspeed_file: str | None) -> Values:
     if way.levers.engine == DDP:  # as the Trainer runs it by itself
         return {}
+    if way.levers.streams:
+        raise ConfigError(Message("planfile.stream-is-ours", program="the Trainer"))
     if not way.levers.is_fsdp2:
         if deepspeed_file is None:
             raise ConfigError(Message("huggingface.engine-needs-file", engine=way.levers.engine))

@@ -115,6 +115,7 @@ def llamafactory_yaml(plan: Plan, target: Target, deepspeed_file: str | None) ->
     theirs, limit = target.deepspeed_version, DEEPSPEED_LIMITS.get(release(version))
     fuses = shape.model_type in fuses_under_llamafactory(release(version))
     refused = (
+        (levers.streams, Message("planfile.stream-is-ours", program="LLaMA-Factory")),
         (levers.is_fsdp2, Message("llamafactory.llamafactory-cli-cannot-start-fsdp2")),
         (
             levers.loss == "fused" and not fuses,
