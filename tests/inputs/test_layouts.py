@@ -22,25 +22,15 @@ ADD_UP = "give 2 numbers of at least 1 that add up to 32, or leave it out"
         ({"pipeline_parallel": 8, "stages_per_gpu": 8}, "inputs.layout-sizes", "use 2, 3 or 4, or leave it out"),
         ({"pipeline_parallel": 3}, "inputs.layout-sizes", "use 2, 4 or 8, or leave it out"),
         ({**ROW, "engine": "zero2"}, "inputs.layout-needs-engine", "needs --engine fsdp2"),
-        ({**ROW, "sequence_parallel": 2}, "inputs.layouts-apart", "choose one of them"),
+        ({**ROW, "sequence_parallel": 8}, "inputs.sharing-gpus", "use 1, 2 or 4"),
+        ({**ROW, "tensor_parallel": 8}, "inputs.layout-sizes", "use 2 or 4, or leave it out"),
+        ({"pipeline_parallel": 5, "tensor_parallel": 2}, "inputs.layout-sizes", "use 2 or 4, or leave it out"),
         ({**ROW, "frozen_layers": 4}, "inputs.layouts-apart", "choose one of them"),
         ({"stages_per_gpu": 2}, "inputs.stages-without-pipeline", "add --pipeline-parallel N"),
         ({"stage_layers": "16,16"}, "inputs.stages-without-pipeline", "add --pipeline-parallel N"),
-        (
-            {**ROW, "stage_layers": "16,15"},
-            "inputs.stage-layers",
-            ADD_UP,
-        ),
-        (
-            {**ROW, "stage_layers": "16,8,8"},
-            "inputs.stage-layers",
-            ADD_UP,
-        ),
-        (
-            {**ROW, "stage_layers": "32,0"},
-            "inputs.stage-layers",
-            ADD_UP,
-        ),
+        ({**ROW, "stage_layers": "16,15"}, "inputs.stage-layers", ADD_UP),
+        ({**ROW, "stage_layers": "16,8,8"}, "inputs.stage-layers", ADD_UP),
+        ({**ROW, "stage_layers": "32,0"}, "inputs.stage-layers", ADD_UP),
         ({**ROW, "stage_layers": "16;16"}, "inputs.flag-takes", "such as 7,8,9,8, not '16;16'"),
     ],
 )
@@ -60,6 +50,9 @@ def test_a_row_that_cannot_be(flags: dict[str, Any], why: str, fix: str) -> None
         {"pipeline_parallel": 8},
         {**ROW, "shard_within": 2},
         {**ROW, "stages_per_gpu": 2, "stage_layers": "1,2,3,26"},
+        {**ROW, "tensor_parallel": 4},
+        {**ROW, "tensor_parallel": 2, "shard_within": 2},
+        {**ROW, "sequence_parallel": 2, "stages_per_gpu": 2},
     ],
 )
 def test_a_row_that_can(flags: dict[str, Any]) -> None:

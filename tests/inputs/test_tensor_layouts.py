@@ -27,7 +27,6 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
         (LLAMA, {"method": "lora", "lora_dropout": 0.1}, 8, "inputs.tensor-dropout", "--lora-dropout 0"),
         (LLAMA, {"compile": "layers"}, 8, "inputs.compile-shared-layers", "--compile off"),
         (LLAMA, {"sequence_parallel": 2}, 8, "inputs.layouts-apart", "--sequence-parallel"),
-        (LLAMA, {"pipeline_parallel": 2}, 8, "inputs.layouts-apart", "--pipeline-parallel 2"),
         (LLAMA, {"tensor_parallel": 3}, None, "inputs.layout-sizes", "use 2, 4 or 8"),
         (LLAMA, {"tensor_parallel": 8}, 12, "inputs.layout-sizes", "12 GPUs; use 2 or 4"),
         (LLAMA, {"tensor_parallel": 4, "shard_within": 2}, 8, "inputs.layout-sizes", "use 2"),

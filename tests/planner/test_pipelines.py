@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
@@ -75,13 +75,24 @@ def test_the_fullest_gpu_is_the_one_with_the_head_where_layers_keep_little() -> 
 @pytest.mark.parametrize(("gpus", "stages"), ROWS)
 def test_what_a_search_weighs_is_what_is_estimated(method: str, gpus: int, stages: int) -> None:
     hardware = nodes(1)
-    for word in ("none", "layers:1", "layers:3", "full"):
-        asked = levers(gpus, stages, method=method, checkpointing=word)
+    for word, tensor in product(("none", "layers:1", "layers:3", "full"), (1, 8 // gpus)):
+        asked = levers(gpus, stages, method=method, checkpointing=word, tensor_parallel=tensor)
         scale, said = Scale(SHAPE, asked, hardware), memory.estimate(SHAPE, asked, 8, hardware).gpu
         totals = scale.totals(asked.checkpointing)
         assert (totals.peak, totals.required) == (said.peak_bytes, said.required_bytes)
         assert max(scale.floor.held(asked.checkpointing)) <= said.peak_bytes
         assert scale.floor.after <= said.peak_bytes
+
+
+def test_ranks_that_share_layers_hold_and_send_their_part_of_each_stage() -> None:
+    """Of as many GPUs, so that what rests is the same; what waits is the part of a rank's tokens, but for what each
+    layer reads whole."""
+    one, two = (memory.estimate(SHAPE, levers(4, tensor_parallel=n, checkpointing="full"), 8).gpu for n in (1, 2))
+    assert two.phases["step"].total_bytes == pytest.approx(one.phases["step"].total_bytes, rel=1e-3)
+    kept = [each.phases["forward"].components["activations"] for each in (one, two)]
+    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.05)
+    tied = memory.estimate(TIED, levers(2, tensor_parallel=2, checkpointing="full"), 8).gpu.phases["step"].components
+    assert tied["buckets"] == 128_256 * 4096 * 4 // 4
 
 
 def test_both_ends_have_a_tied_embedding() -> None:
@@ -132,7 +143,8 @@ def test_one_rank_that_poses_waits_for_nobody() -> None:
 @pytest.mark.parametrize(("gpus", "stages"), ROWS)
 def test_the_clock_of_a_search_agrees(compile: str, gpus: int, stages: int) -> None:  # noqa: A002
     for hardware in (nodes(1), nodes(4, "25Gb"), read_hardware("8xRTX4090")):
-        for more in ({}, {"method": "lora"}):
+        shared = {"tensor_parallel": 2} if compile == "off" and gpus < 8 else {"method": "lora"}
+        for more in ({}, {"method": "lora"}, shared):
             asked = levers(gpus, stages, compile=compile, **more)
             choice = KernelChoice(asked.attention, asked.scan, asked.buckets)
             times = clock_of(SHAPE, asked, hardware).times(asked, choice)
@@ -210,6 +222,27 @@ def test_a_plan_takes_a_row_of_nodes_where_the_network_is_slow_and_none_on_one_n
     one = plan(job_from_flags(flags), SHAPE, nodes(1))
     assert one.chosen is not None
     assert {way.levers.pipeline_parallel for way in (one.chosen, *one.alternatives)} == {1}
+
+
+def test_on_very_many_gpus_those_of_a_stage_share_its_layers() -> None:
+    hardware = connect(read_hardware("128x8xH100"), "100Gb", None)
+    large = {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+             "num_hidden_layers": 80}  # fmt: skip
+    flags = {"model": large, "seq": 2048, "effective_batch": 4096}
+    chosen = plan(job_from_flags(flags), shape_from_config(large, "llama-70b"), hardware).chosen
+    assert chosen is not None
+    assert chosen.levers.tensor_parallel > 1
+    assert chosen.levers.pipeline_parallel > 1
+    assert chosen.world % chosen.levers.ranks_per_sample == 0
+
+
+def test_a_pair_that_was_asked_for() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "pipeline_parallel": 2, "tensor_parallel": 2}
+    found = plan(job_from_flags(flags), SHAPE, nodes(1))
+    assert found.chosen is not None
+    for way in (found.chosen, *found.alternatives):
+        assert (way.levers.tensor_parallel, way.levers.pipeline_parallel) == (2, 2)
+    assert found.effective_batch % found.chosen.levers.data_ranks(8) == 0
 
 
 def test_a_row_that_was_asked_for() -> None:

@@ -48,7 +48,7 @@ def mixtral() -> ModelShape:
         ({"expert_parallel": 8}, 12, "use 2 or 4"),
         ({"shard_within": 2}, 8, "use 2"),
         ({"tensor_parallel": 2}, 8, "--tensor-parallel 2 needs layers of attention and an MLP"),
-        ({"pipeline_parallel": 2}, 8, "cannot be combined with"),
+        ({"pipeline_parallel": 4}, 8, "use 2"),
         ({"method": "lora"}, 8, "name other layers with --lora-targets"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -157,6 +158,11 @@ def test_layers_that_are_large_to_be_gathered_are_shared() -> None:
     assert held[4] < 0.75 * held[1]
 
 
-def test_on_very_many_gpus_they_are_tried() -> None:
-    _, every = ways(nodes(16, "8x400Gb"), effective_batch=128)
-    assert {1, 2, 4, 8} <= {way.levers.tensor_parallel for way in every}
+def test_on_very_many_gpus_only_what_may_be_faster_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is that of a search of everything."""
+    hardware, flags = nodes(16, "100Gb"), {"effective_batch": 512}
+    chosen, few = ways(hardware, **flags)
+    monkeypatch.setattr(import_module("tightfit.planner.search"), "MANY_GPUS", 10**6)
+    wanted, every = ways(hardware, **flags)
+    assert chosen.levers == wanted.levers
+    assert len(few) < len(every)

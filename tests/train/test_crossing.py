@@ -1,10 +1,10 @@
 """Saved under one engine, stage and number of ranks, loaded under another: every bit of it, and the run goes on.
 
 Each of five engines saves from two ranks, and FSDP2 from four as well: in two groups that have a copy of the model
-each, or that share their sequences, their layers or the experts of a model that has some, or in a pipeline. Each of
-them, with one, two and three ranks, loads all and saves them again at once: weights, fp32 copies and moments must be
-the same bytes in the file. The loss of the next step may differ by the order in which an engine adds: two parts in a
-thousand in bf16, as in test_same_losses.
+each, or that share their sequences, their layers or the experts of a model that has some, or in a pipeline whose stages
+may do the same. Each of them, with one, two and three ranks, loads all and saves them again at once: weights, fp32
+copies and moments must be the same bytes in the file. The loss of the next step may differ by the order in which an
+engine adds: two parts in a thousand in bf16, as in test_same_losses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     LAYERS: {"tensor_parallel": 2},
     ROW: {"pipeline_parallel": 2, "stage_layers": "3,1"},
     "fsdp2 interleaved": {"pipeline_parallel": 2, "stages_per_gpu": 2},
+    "fsdp2 shares layers in a pipeline": {"pipeline_parallel": 2, "tensor_parallel": 2},
+    "fsdp2 shares sequences in a pipeline": {"pipeline_parallel": 2, "sequence_parallel": 2},
 }
+WORLDS = {engine: (4,) if "shares" in engine and "pipeline" in engine else (2, 4) for engine in OF_FOUR}
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", *OF_FOUR)
 QUICKLY = (("zero3", 1, ("fsdp2", GROUPS, ROW)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
 QUICKLY += ((GROUPS, 4, ("zero3", "fsdp2")), (ROW, 4, ("zero3", ROW)), (LAYERS, 4, ("zero3", LAYERS)))
@@ -45,6 +48,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
     "fsdp2 shares experts": {**MODEL, "expert_parallel": 2},
     "fsdp2 shares experts of 4": {**MODEL, "expert_parallel": 4},
     "fsdp2 shares experts in groups": {**MODEL, "expert_parallel": 2, "shard_within": 2},
+    "fsdp2 shares experts in a pipeline": {**MODEL, "expert_parallel": 2, "pipeline_parallel": 2},
     "fsdp2 shares experts in 8 bits": {**MODEL, "expert_parallel": 2, "optimizer": "adamw8bit"},
 }
 QUICKLY += (("fsdp2 shares experts", 4, ("fsdp2 of experts",)), ("fsdp2 of experts", 2, ("fsdp2 shares experts",)))
@@ -96,7 +100,7 @@ def tensors(folder: Path) -> dict[str, bytes]:
         *(
             pytest.param(engine, world, ENGINES, marks=pytest.mark.slow)
             for engine in ENGINES
-            for world in ((2, 4) if engine in OF_FOUR else (1, 2, 3))
+            for world in WORLDS.get(engine, (1, 2, 3))
         ),
         *(pytest.param(engine, 4, tuple(OF_EXPERTS)[:-1], marks=pytest.mark.slow) for engine in tuple(OF_EXPERTS)[:-1]),
         pytest.param(tuple(OF_EXPERTS)[-1], 4, tuple(OF_EXPERTS)[-1:], marks=pytest.mark.slow),

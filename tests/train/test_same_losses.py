@@ -65,6 +65,7 @@ GEMMA3 = {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "sliding_window"
 IN_A_ROW = {"engine": "fsdp2", "pipeline_parallel": 2, "precision": "fp32", "micro_batch": 1}
 """Four ranks: two stages, each of which two ranks share."""
 OF_FOUR = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
+TIED_ROW = {"model": {**LLAMA, "tie_word_embeddings": True}, "tensor_parallel": 2}
 COMPILED = {"compile": "layers", "precision": "fp32"}
 WITHOUT_CODE = "import tightfit.train.compile as each; each.BACKEND = 'aot_eager_decomp_partition'"
 """Compiled layers, traced, split and recomputed as they are; only what inductor makes of them is not."""
@@ -131,6 +132,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 in a pipeline, in groups": {**IN_A_ROW, "shard_within": 1},
     "fsdp2 mamba in a pipeline": {**IN_A_ROW, **MAMBA},
     "fsdp2 in a pipeline, compiled": {**IN_A_ROW, **COMPILED},
+    "fsdp2 shares layers in a pipeline": {**IN_A_ROW, "tensor_parallel": 2},
+    "fsdp2 shares layers in a pipeline, interleaved": {**IN_A_ROW, **TIED_ROW, "stages_per_gpu": 2, "loss": "fused"},
+    "fsdp2 shares layers in a pipeline, bf16": {**IN_A_ROW, **TIED_ROW, "precision": "bf16", "checkpointing": "full"},
+    "fsdp2 lora shares layers in a pipeline": {**IN_A_ROW, **LORA, "tensor_parallel": 2, "checkpointing": "full"},
+    "fsdp2 shares sequences in a pipeline": {**IN_A_ROW, "sequence_parallel": 2, "stages_per_gpu": 2},
+    "shares experts in a pipeline": {**EXPERTS, **IN_A_ROW, "model": MIXTRAL},
+    "shares experts in a pipeline, again": {**EXPERTS, **IN_A_ROW, "model": QWEN2_MOE, "checkpointing": "full"},
     "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
     "zero1 fp32": {"engine": "zero1", "precision": "fp32"},
     "zero2 fp32": {"engine": "zero2", "precision": "fp32"},
@@ -174,7 +182,7 @@ SLOW = (
         for way in WAYS
         if any(word in way for word in ("shares ", "pipeline"))
         and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers", "shares experts")
-        and way != "fsdp2 in a pipeline"
+        and way not in ("fsdp2 in a pipeline", "fsdp2 shares layers in a pipeline")
     ),
 )
 """What another way covers nearly as well."""

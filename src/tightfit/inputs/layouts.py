@@ -58,7 +58,7 @@ def find_sharing_obstacle(levers: Levers, shape: ModelShape, world: int | None =
         n
         for n in range(1, min(mixer.heads for mixer in mixers) + 1)
         if all(not mixer.heads % n and not (mixer.kv_heads % n and n % mixer.kv_heads) for mixer in mixers)
-        and not (world or 0) % n
+        and not _count_stage(levers, world) % n
     ]
     if size in may:
         return None
@@ -95,11 +95,17 @@ def find_tensor_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
         if isinstance(block.mixer, Attention) and isinstance(block.mlp, Mlp)
         for number in (block.mixer.heads, block.mixer.kv_heads, block.mlp.intermediate)
     ]
-    gpus = [each for each in (levers.shard_within, world) if each]
+    gpus = [each for each in (levers.shard_within, _count_stage(levers, world)) if each]
     may = [n for n in range(2, min(must) + 1) if not any(each % n for each in (*must, *gpus))]
     if size in may:
         return None
     return _say_sizes("--tensor-parallel", size, Message("inputs.heads-divide"), may, world, levers.shard_within)
+
+
+def _count_stage(levers: Levers, world: int | None) -> int:
+    """The GPUs that have the same layers, of all if a pipeline does not divide them; 0: it is not known."""
+    stages = levers.pipeline_parallel
+    return 0 if world is None else world // stages if world % stages == 0 else world
 
 
 def _find_owner_obstacle(
@@ -134,9 +140,6 @@ def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None 
     if (obstacle := _find_owner_obstacle(levers, "--pipeline-parallel", size, FSDP2)) is not None:
         return obstacle
     apart = {
-        "--sequence-parallel": levers.sequence_parallel > 1,
-        "--tensor-parallel": levers.tensor_parallel > 1,
-        "--expert-parallel": levers.expert_parallel > 1,
         # Every stage has something that trains.
         "--frozen-layers": levers.frozen_layers > 0,
         "--trains embeddings": levers.trains == "embeddings",
@@ -146,7 +149,7 @@ def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None 
     for other in (flag for flag, is_set in apart.items() if is_set):
         return Message("inputs.layouts-apart", one=f"--pipeline-parallel {size}", other=other)
     most = shape.n_layers // levers.stages_per_gpu
-    may = [n for n in range(2, most + 1) if not (world or 0) % n]
+    may = [n for n in range(2, most + 1) if not (world or 0) % (n * levers.row_parts)]
     if size not in may:
         return _say_sizes("--pipeline-parallel", size, Message("inputs.layers-suffice"), may, world)
     counts, stages = levers.layer_counts, size * levers.stages_per_gpu
@@ -161,10 +164,8 @@ def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = 
     size = levers.expert_parallel
     if (obstacle := _find_owner_obstacle(levers, "--expert-parallel", size, FSDP2)) is not None:
         return obstacle
-    for other in ("tensor_parallel", "pipeline_parallel"):
-        if getattr(levers, other) > 1:
-            flag = f"--{other.replace('_', '-')}"
-            return Message("inputs.layouts-apart", one=f"--expert-parallel {size}", other=flag)
+    if levers.tensor_parallel > 1:
+        return Message("inputs.layouts-apart", one=f"--expert-parallel {size}", other="--tensor-parallel")
     if levers.lora is not None and levers.lora.targets is None and any(b.lora_on_experts for b in shape.blocks):
         return Message("inputs.experts-adapted", size=size, model=shape.name)
     experts = [block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)]

@@ -47,7 +47,7 @@ def estimate(
     if levers.expert_parallel > 1:
         experts = max([block.mlp.experts for block in shape.blocks if isinstance(block.mlp, Moe)])
         more = busiest_load(experts, levers.expert_parallel) - 1
-        says = (Message("price.busiest-experts", ranks=levers.expert_parallel, more=more),)
+        says = (*says, Message("price.busiest-experts", ranks=levers.expert_parallel, more=more))
     usable = (overhead.usable(gpu.memory_bytes, on_gpu.overhead),) if gpu else ()
     return Footprint(
         gpu=on_gpu,

@@ -56,4 +56,4 @@ def step(job: MemoryJob) -> Components:
     found = ENGINES[job.levers.engine].step(job)
     if job.row is None or not job.row.tied_numel:
         return found
-    return combine(found, {"buckets": share(job.row.tied_numel, job.world) * FP32})
+    return combine(found, {"buckets": share(job.row.tied_numel, job.world * job.levers.tensor_parallel) * FP32})

@@ -134,10 +134,14 @@ def _gather(job: MemoryJob, group: Group, ranks: int) -> Gather:
 
 
 def _staying(job: MemoryJob, layers: int | None = None) -> int:
-    """What of the lowest so many layers, or of all, is whole from the forward pass on."""
+    """What of the lowest so many layers, or of all, is whole from the forward pass on. Of the GPU's other stages of a
+    pipeline all layers may wait for their backward pass."""
     if job.levers.tensor_parallel == 1:
         return 0
-    return _count_staying(job.shape, effective_lora(job.levers))[-1 if layers is None else layers] * job.weights.width
+    lora = effective_lora(job.levers)
+    own = _count_staying(job.shape, lora)
+    others = 0 if job.row is None else _count_staying(job.row.shape, lora)[-1] - own[-1]
+    return (own[-1 if layers is None else layers] + others) * job.weights.width
 
 
 @lru_cache(maxsize=256)

@@ -31,7 +31,15 @@ class Stage(NamedTuple):
     number: int  # from the bottom of the model
     shape: ModelShape
     frozen: int  # of its layers, the lowest so many do not train
-    waiting: tuple[Waiting, Waiting]  # in its forward turn, and in its backward turn
+    row: tuple[int, int]  # GPUs of the row, and micro batches of a window
+    layers: tuple[int, ...]  # of each stage of its GPU
+
+    @property
+    def waiting(self) -> tuple[Waiting, Waiting]:
+        """In its forward turn, and in its backward turn; only bytes need it."""
+        gpus, micro_batches = self.row
+        at, place = divmod(self.number, gpus)
+        return count_waiting(gpus, micro_batches, place, self.layers)[at]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +100,9 @@ def _lay_out(
         if key in found:
             found[key] = replace(found[key], alike=found[key].alike + 1)
             continue
-        waiting = count_waiting(gpus, micro_batches, place, tuple(len(layers[at]) for at in own))
+        counts = tuple(len(layers[at]) for at in own)
         tied = shape.before[0].numel if shape.tied and place in (0, gpus - 1) else 0
-        made = [Stage(*each) for each in zip(own, parts, held, waiting, strict=True)]
+        made = [Stage(*each, (gpus, micro_batches), counts) for each in zip(own, parts, held, strict=True)]
         found[key] = PipelineGpu(place, 1, tuple(made), _join(parts), sum(held), tied)
     return tuple(found.values())
 

@@ -19,8 +19,8 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
 
-from tightfit.inputs.flags import BARE
-from tightfit.inputs.layouts import check_layout, divisors, find_pipeline_obstacle
+from tightfit.inputs.flags import BARE, find_compile_obstacle
+from tightfit.inputs.layouts import check_layout, divisors
 from tightfit.memory.operations import FP32
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.weights import WIDTH
@@ -35,7 +35,9 @@ from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, Co
 
 WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
 MOST_ROWS = 2  # pipelines to search, of those that seem fastest; on one node, where none is most often the best, one
-PIPELINE = ("pipeline_parallel", "stages_per_gpu", "shard_within")
+MOST_SHARED = 2  # likewise of ways to share layers
+VARIED = ("shard_within", "offload_optimizer", "offload_param", *READ_TOGETHER)
+LAYOUT = ("pipeline_parallel", "stages_per_gpu", "shard_within", "tensor_parallel")
 MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
 GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
@@ -60,6 +62,10 @@ class SearchResult:
         fitting = [way for way in self.ways if way.fits]
         return min(fitting, key=rank) if fitting else None
 
+    @property
+    def best_s(self) -> float:
+        return inf if self.best is None else self.best.pace.step_s
+
 
 def rank(way: Way) -> tuple[float, tuple[int, ...]]:
     """Faster first; of two equally fast ways the simpler."""
@@ -81,9 +87,9 @@ def search(question: Question, *, nearest: bool = True) -> SearchResult:
         if attempt.best is not None and (best is None or rank(attempt.best) < rank(best)):
             best = attempt.best
             found.ways.append(best)
-    for levers in _pipelines(question, found):
-        most_s = inf if found.best is None else found.best.pace.step_s
-        _search_strategy(question, levers, found, most_s, nearest=False)
+    for guess in (_shared_layers, _pipelines):
+        for levers in guess(question, found):
+            _search_strategy(question, levers, found, found.best_s, nearest=False)
     return found
 
 
@@ -160,59 +166,101 @@ def list_strategies(question: Question) -> list[Levers]:
     return [way for levers in shared for way in _share_experts(question, levers)]
 
 
+def _shared_layers(question: Question, found: SearchResult) -> list[Levers]:
+    """Layers that GPUs of a node share, of very many GPUs: where collectives of whole layers take long, it may pay."""
+    like, hardware = _find_reference(question, found), question.hardware
+    base = replace(question.base, engine=FSDP2, offload_optimizer="none", offload_param="none")
+    if like is None or hardware.world < MANY_GPUS or {*READ_TOGETHER} & question.pinned or _must_share(question, base):
+        return []
+    groups = {question.base.shard_within} if "shard_within" in question.pinned else {0, hardware.gpus_per_node}
+    ways = [
+        replace(base, tensor_parallel=size, shard_within=within)
+        for size, within in product(question.sharing_sizes(hardware), groups)
+    ]
+    return _guess(question, like, [way for way in ways if _can_lie_so(question, way)], found.best_s, MOST_SHARED)
+
+
 def _pipelines(question: Question, found: SearchResult) -> list[Levers]:
     """The rows of GPUs that may be faster than what was found: tried where ranks wait for the weights and gradients of
-    each other, as over a slow network between nodes, of which a row takes hidden states alone. Most rows show that they
-    are slower with the kernels and the micro batch of the fastest FSDP2, though nothing recomputes."""
-    plain = [way for way in found.ways if way.levers.is_fsdp2 and way.levers.ranks_per_sample == 1]
-    sharded = [way for way in plain if way.levers.offload_param == "none"]
-    reference = min(sharded, key=lambda way: way.pace.step_s, default=None)
-    if (
-        reference is None
-        or found.best is None
-        or not question.ours
-        or {*READ_TOGETHER, "expert_parallel"} & question.pinned
-    ):
+    each other, as over a slow network between nodes, of which a row takes hidden states alone. Where the fastest FSDP2
+    shares layers, or may gain by it, those of a stage may do so too."""
+    like, hardware = _find_reference(question, found), question.hardware
+    if like is None or found.best is None or ({*READ_TOGETHER} - {"tensor_parallel"}) & question.pinned:
         return []
-    if reference.pace.causes.get("communication", 0.0) < WAITING_SHARE * reference.pace.step_s:
+    waits = [way.pace.causes.get("communication", 0.0) / way.pace.step_s for way in found.ways if way.levers == like]
+    if max(waits) < WAITING_SHARE:
         return []
-    hardware, like, rows = question.hardware, reference.levers, list[tuple[float, int, Levers]]()
     base = replace(question.base, engine=FSDP2, offload_optimizer="none", offload_param="none")
     sizes = sorted({*divisors(hardware.nodes), *divisors(hardware.gpus_per_node)})
     per_gpu = (question.base.stages_per_gpu,) if "stages_per_gpu" in question.pinned else (1, 2)
-    groups = {question.base.shard_within} if "shard_within" in question.pinned else {0, like.shard_within}
-    for size, stages, within in product(sizes, per_gpu, groups):
-        levers = replace(base, pipeline_parallel=size, stages_per_gpu=stages, shard_within=within)
-        ranks = levers.data_ranks(hardware.world)
-        has_groups = not within or (within < ranks and ranks % within == 0)
-        share, left = divmod(question.effective_batch, ranks)
-        if left or not has_groups or find_pipeline_obstacle(levers, question.shape, hardware.world) is not None:
-            continue
-        for micro in {1, like.micro_batch}:
-            if share % micro == 0 and share // micro >= size:
-                first = replace(like, **{name: getattr(levers, name) for name in PIPELINE}, checkpointing=BARE)
-                first = replace(first, micro_batch=micro, accumulation=share // micro, expert_parallel=1)
-                rows.append((step_seconds(question.shape, first, hardware), len(rows), levers))
-    most_s, most = found.best.pace.step_s, MOST_ROWS if hardware.nodes > 1 else 1
-    return list(dict.fromkeys(levers for seconds, _, levers in sorted(rows) if seconds < most_s))[:most]
+    groups = {question.base.shard_within} if "shard_within" in question.pinned else {0, hardware.gpus_per_node}
+    sharers = {question.base.tensor_parallel}
+    if "tensor_parallel" not in question.pinned and (hardware.world >= MANY_GPUS or _must_share(question, base)):
+        sharers |= {*divisors(hardware.gpus_per_node)}
+    rows, most = [], MOST_ROWS if hardware.nodes > 1 else 1
+    for size, within, tensor in product(sizes, sorted(groups), sorted(sharers)):
+        levers = replace(base, pipeline_parallel=size, shard_within=within, tensor_parallel=tensor)
+        ranks = levers.stage_ranks(hardware.world)
+        if not within or (within < ranks and ranks % within == 0):
+            rows.append(replace(levers, stages_per_gpu=per_gpu[0]))
+    kept = _guess(question, like, [row for row in rows if _can_lie_so(question, row)], found.best_s, most)
+    if len(per_gpu) == 1:
+        return kept
+    interleaved = [replace(levers, stages_per_gpu=stages) for levers in kept for stages in per_gpu]
+    return _guess(question, like, [row for row in interleaved if _can_lie_so(question, row)], found.best_s, most)
+
+
+def _find_reference(question: Question, found: SearchResult) -> Levers | None:
+    """The fastest FSDP2 that leaves all on the GPU, and of which each rank has whole rows and all layers."""
+    ways = [
+        way
+        for way in found.ways
+        if way.levers.is_fsdp2
+        and way.levers.offload_param == "none"
+        and way.levers.ranks_per_sample == way.levers.tensor_parallel
+    ]
+    if not question.ours or "expert_parallel" in question.pinned or not ways:
+        return None
+    return min(ways, key=lambda way: way.pace.step_s).levers
+
+
+def _guess(question: Question, like: Levers, layouts: list[Levers], most_s: float, most: int) -> list[Levers]:
+    """Those that seem fastest, and faster than this: most show that they are slower with the kernels and the micro
+    batch of another way, though nothing recomputes."""
+    guessed = list[tuple[float, int, Levers]]()
+    for levers in layouts:
+        share, left = divmod(question.effective_batch, levers.data_ranks(question.hardware.world))
+        first = replace(like, **{name: getattr(levers, name) for name in LAYOUT}, checkpointing=BARE, expert_parallel=1)
+        if find_compile_obstacle(first, question.shape) is not None:
+            first = replace(first, compile="off", kernels="fused")
+        for micro in {1, like.micro_batch, like.micro_batch * levers.tensor_parallel}:
+            if not left and share % micro == 0 and share // micro >= levers.pipeline_parallel:
+                first = replace(first, micro_batch=micro, accumulation=share // micro)
+                guessed.append((step_seconds(question.shape, first, question.hardware), len(guessed), levers))
+    return list(dict.fromkeys(levers for seconds, _, levers in sorted(guessed) if seconds < most_s))[:most]
 
 
 def _share(question: Question, levers: Levers) -> list[Levers]:
     """With a GPU for each sequence, and with several, as many as one node has at most.
 
     They share the tokens where sequences are long, and where a batch has fewer sequences than there are GPUs; then as
-    few of them as will do. They share the layers in these cases too, on very many GPUs, and where layers are too large
-    to be gathered whole: that sends more, but of the weights each has a part alone."""
+    few of them as will do. They share the layers in these cases too, and where layers are too large to be gathered
+    whole: that sends more, but of the weights each has a part alone."""
     hardware, shared = question.hardware, list[Levers]()
     sizes = question.sharing_sizes(hardware) if levers.ranks_per_sample == 1 else []
     is_lacking = question.effective_batch % levers.data_ranks(hardware.world) > 0
     is_long, found = levers.sequence >= LONG_TOKENS, [] if is_lacking else [levers]
     if "sequence_parallel" not in question.pinned and (is_long or is_lacking):
         shared += [replace(levers, sequence_parallel=size) for size in (sizes if is_long else sizes[:1])]
-    may_pay = is_long or is_lacking or hardware.world >= MANY_GPUS or _gathers_much(question, levers)
-    if "tensor_parallel" not in question.pinned and levers.is_fsdp2 and may_pay:
+    if "tensor_parallel" not in question.pinned and levers.is_fsdp2 and _must_share(question, levers):
         shared += [replace(levers, tensor_parallel=size) for size in sizes]
     return [*found, *(way for way in shared if _can_lie_so(question, way))]
+
+
+def _must_share(question: Question, levers: Levers) -> bool:
+    """Whether sharing layers is one of the ways to try on however few GPUs."""
+    is_lacking = question.effective_batch % levers.data_ranks(question.hardware.world) > 0
+    return is_lacking or levers.sequence >= LONG_TOKENS or _gathers_much(question, levers)
 
 
 def _gathers_much(question: Question, levers: Levers) -> bool:
@@ -252,8 +300,17 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
     """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
     interest."""
+    has_many = question.hardware.world >= MANY_GPUS
     for levers in list_strategies(question):
-        _search_strategy(question, levers, found, most_s, nearest=nearest)
+        if has_many and found.best is not None and _is_variant(question, levers):
+            _search_strategy(question, levers, found, min(most_s, found.best_s), nearest=False)
+        else:
+            _search_strategy(question, levers, found, most_s, nearest=nearest)
+
+
+def _is_variant(question: Question, levers: Levers) -> bool:
+    """An engine with something more that nobody asked for: on very many GPUs only of interest where it is faster."""
+    return any(getattr(levers, name) != getattr(question.base, name) for name in VARIED)
 
 
 def _search_strategy(question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool) -> None:

@@ -56,7 +56,8 @@ def own_experts(model: Any, mesh: DeviceMesh, *, is_rehearsal: bool = False) -> 
     if adapted:
         raise ConfigError(Message("inputs.experts-adapted", size=size, model=type(body_of(model)).__name__))
     found = list(find_experts(model))
-    if not found:  # each in a module of its own, as transformers had them before
+    named = (name for name, _ in body_of(model).named_modules())
+    if not found and any(name.endswith(".experts") for name in named):  # each in a module, as transformers had them
         raise ModelError(Message("train.experts-apart", model=type(body_of(model)).__name__))
     for module in found:
         total = module.num_experts

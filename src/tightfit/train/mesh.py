@@ -28,15 +28,15 @@ def make_mesh(levers: Levers, place: Place) -> DeviceMesh:
 
 def make_expert_mesh(levers: Levers, place: Place) -> DeviceMesh:
     """The ranks as experts see them."""
-    experts, shards = levers.expert_parallel, levers.shards(place.world)
-    sizes = place.world // shards, shards // experts, experts
-    return init_device_mesh(place.device.type, sizes, mesh_dim_names=(COPIES, OWNERS, EXPERTS))
+    experts, shards, stages = levers.expert_parallel, levers.shards(place.world), levers.pipeline_parallel
+    sizes = stages, place.world // (stages * shards), shards // experts, experts
+    return init_device_mesh(place.device.type, sizes, mesh_dim_names=(STAGES, COPIES, OWNERS, EXPERTS))
 
 
 def make_mesh_of_all(levers: Levers, place: Place) -> DeviceMesh:
     """The same ranks for what is not cut within layers: all of a copy share it."""
-    whole = levers.shards(place.world) * levers.tensor_parallel
-    sizes = {COPIES: place.world // whole, ALL: whole}
+    whole, stages = levers.shards(place.world) * levers.tensor_parallel, levers.pipeline_parallel
+    sizes = {STAGES: stages, COPIES: place.world // (stages * whole), ALL: whole}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == ALL}
     return init_device_mesh(place.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 

@@ -175,6 +175,7 @@ def shard_of(name: str, param: nn.Parameter, rank: int, owned: OwnedRows | None 
     if not isinstance(param, DTensor):
         return Shard(name, whole, first * width, first * width + param.numel(), param)
     mesh = held.device_mesh
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     places = dict(zip(mesh.mesh_dim_names, zip(held.placements, mesh.get_coordinate(), strict=True), strict=True))
     is_copy = any(place for kind, place in places.values() if kind.is_replicate())
     # Ranks that share layers have equal parts.
@@ -182,14 +183,14 @@ def shard_of(name: str, param: nn.Parameter, rank: int, owned: OwnedRows | None 
     if TENSOR in places:
         kind, place = places[TENSOR]
         if kind.dim == 0:
-            rows //= mesh[TENSOR].size()
+            rows //= sizes[TENSOR]
             first = place * rows
         else:
-            width //= mesh[TENSOR].size()
+            width //= sizes[TENSOR]
             columns = Columns(place * width, (place + 1) * width, mesh.get_group(TENSOR))
     # Of what is left FSDP2 deals out rows, as `torch.chunk` cuts them.
     (dealt,) = [each for each in (SHARDS, ALL, OWNERS) if each in places]
-    each_has = -(-rows // mesh[dealt].size())
+    each_has = -(-rows // sizes[dealt])
     begin, end = (min(number * each_has, rows) for number in (places[dealt][1], places[dealt][1] + 1))
     start, stop = ((first + row) * width for row in (begin, end))
     return Shard(name, whole, start, stop, param, is_copy, columns, _find_holders(held))

@@ -6,6 +6,9 @@ arrives in a window, in both directions: what a pipeline saves would be spent ag
 gradients, as without a pipeline; what arrives has memory from when it is asked for; and what was sent is kept by
 nobody. The order of passes is torch's (`memory/stages.py`).
 
+Where ranks of a stage share its layers or its rows, each hands on the hidden states of its own tokens, to the rank that
+has the same ones in the next stage.
+
 A tied embedding is on the first GPU of the row, and once more as the head on the last. Both take the same steps: their
 gradients are added up after each window. It is counted in the norm, and saved, by the first.
 """
@@ -35,12 +38,22 @@ from tightfit.types import Levers
 
 
 @dataclass(slots=True)
+class _Rows:
+    """A micro batch as this rank reads it, which may have a part of the tokens."""
+
+    inputs: dict[str, Tensor]
+    several: bool  # documents in a row
+    positions: Tensor | None  # of whole rows, where it has a part of them
+
+
+@dataclass(slots=True)
 class _InFlight:
     """A micro batch between a stage's forward pass and its backward pass."""
 
     arrived: Tensor | None  # what the stage read, to which the gradient comes; None: its batch
     end: Tensor  # the loss, or the end of the stage's graph
-    several: bool  # documents in its rows
+    several: bool  # as of its rows
+    positions: Tensor | None
     gradient: list[Tensor] = field(default_factory=list)
 
 
@@ -48,24 +61,24 @@ class _InFlight:
 class _Window:
     """What is on its way between forward and backward passes."""
 
-    inputs: Iterator[dict[str, Tensor]]
+    rows: Iterator[_Rows]
     loss: Tensor  # the sum so far
-    read: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    rows: list[torch.Size] = field(default_factory=list)  # of each micro batch that was read
+    read: dict[int, _Rows] = field(default_factory=dict)
+    shapes: list[torch.Size] = field(default_factory=list)  # of each micro batch that was read
     arriving: dict[Pass, tuple[Any, Tensor]] = field(default_factory=dict)
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     made: dict[Pass, Tensor] = field(default_factory=dict)  # what is to be sent next
     sent: dict[Direction, tuple[Any, Tensor]] = field(default_factory=dict)  # what was sent last
 
-    def batch(self, number: int) -> dict[str, Tensor]:
+    def batch(self, number: int) -> _Rows:
         self.shape_of(number)
         return self.read[number]
 
     def shape_of(self, number: int) -> torch.Size:
-        while number >= len(self.rows):
-            self.read[len(self.rows)] = next(self.inputs)
-            self.rows.append(self.read[len(self.rows)]["input_ids"].shape)
-        return self.rows[number]
+        while number >= len(self.shapes):
+            rows = self.read[len(self.shapes)] = next(self.rows)
+            self.shapes.append(rows.inputs["input_ids"].shape)
+        return self.shapes[number]
 
 
 class Pipeline(Fsdp2):
@@ -104,7 +117,7 @@ class Pipeline(Fsdp2):
         self._loss.divisor = divisor / self._ranks
         nothing = torch.zeros((), dtype=torch.float32, device=self._place.device)
         self._scaler.scale(nothing)  # which only the last stage scales a loss with, and every stage reads
-        window = _Window(iter(inputs), nothing)
+        window = _Window(map(self._read, inputs), nothing)
         for action in self._order(count, backward=True):
             number = action.of.micro_batch
             if action.what == "receive":
@@ -125,7 +138,7 @@ class Pipeline(Fsdp2):
 
     def evaluate(self, inputs: Iterable[dict[str, Tensor]], count: int) -> Tensor:
         self._loss.divisor = 1.0 / self._ranks
-        window = _Window(iter(inputs), torch.zeros((), dtype=torch.float64, device=self._place.device))
+        window = _Window(map(self._read, inputs), torch.zeros((), dtype=torch.float64, device=self._place.device))
         for action in self._order(count, backward=False):
             if action.what == "receive":
                 self._receive(window, action.of, action.peer)
@@ -137,6 +150,18 @@ class Pipeline(Fsdp2):
         for work, _ in window.sent.values():
             work.wait()
         return window.loss
+
+    def _read(self, inputs: dict[str, Tensor]) -> _Rows:
+        several = "position_ids" in inputs
+        if self._parts is None:
+            return _Rows(inputs, several, None)
+        return _Rows(self._parts.cut(inputs), several, self._parts.position_ids)
+
+    def _turn_to(self, rows: _Rows | _InFlight) -> None:
+        """The next pass is of these."""
+        self._documents.several = rows.several
+        if self._parts is not None:
+            self._documents.position_ids = self._parts.position_ids = rows.positions
 
     def _order(self, count: int, *, backward: bool) -> Any:
         gpus, per_gpu = self._levers.pipeline_parallel, self._levers.stages_per_gpu
@@ -164,7 +189,8 @@ class Pipeline(Fsdp2):
 
     def _pass_forward(self, window: _Window, this: Pass) -> None:
         stages, number = self._stages, this.micro_batch
-        inputs = dict(window.batch(number))
+        rows = window.batch(number)
+        inputs = dict(rows.inputs)
         if this.stage == stages.own[-1]:
             del window.read[number]
         arrived = None
@@ -173,13 +199,15 @@ class Pipeline(Fsdp2):
             del inputs["input_ids"]
             inputs["inputs_embeds"] = arrived
         stages.now, stages.arrived = this.stage, arrived
-        self._documents.several = "position_ids" in inputs
+        self._turn_to(rows)
         try:
             with self._inside():
                 made: Any = self._runs(**inputs, use_cache=False)
         finally:
             stages.now = stages.arrived = None
-        flying = _InFlight(arrived, window.loss, self._documents.several)
+        if self._parts is not None and this.stage == stages.own[-1]:
+            self._parts.check()
+        flying = _InFlight(arrived, window.loss, rows.several, rows.positions)
         if this.stage == stages.last:
             flying.end = made.loss
             window.loss += made.loss.detach()
@@ -191,7 +219,7 @@ class Pipeline(Fsdp2):
 
     def _pass_backward(self, window: _Window, this: Pass, *, last: bool) -> None:
         flying = window.in_flight.pop((this.stage, this.micro_batch))
-        self._documents.several = flying.several
+        self._turn_to(flying)
         if this.stage == self._stages.last:
             self.backward(flying.end, last=last)
         else:
@@ -248,7 +276,8 @@ def order_gathering(model: Any, stages: Stages) -> None:
     which are those of another micro batch by then."""
     layers, body = iter(layers_of(model)), body_of(model)
     for stage in stages.own:
-        chain: list[Any] = [next(layers) for _ in stages.layers[stage]]
+        # Groups within a layer (what is not cut of shared ones, experts) are through before it is.
+        chain = [group for _ in stages.layers[stage] for group in reversed(_list_groups(next(layers)))]
         if stage == 0:
             chain.insert(0, body.get_input_embeddings())
         if stage == stages.last:
@@ -256,3 +285,9 @@ def order_gathering(model: Any, stages: Stages) -> None:
         chain = [each for each in chain if isinstance(each, FSDPModule)]
         for below, module in zip([*chain[:1], *chain], chain, strict=False):
             module.set_modules_to_backward_prefetch([below])  # the lowest: itself, which is there
+
+
+def _list_groups(layer: Any) -> list[Any]:
+    """A module of each, the layer's own first."""
+    found = {module._get_fsdp_state(): module for module in layer.modules() if isinstance(module, FSDPModule)}
+    return list(found.values())
