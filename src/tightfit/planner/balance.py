@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
 from tightfit.memory import Scale
@@ -84,9 +83,8 @@ def balance(question: Question, levers: Levers) -> Cut:
     """The best that moving layers leads to; it may still lack room."""
     best = _price(question, levers, list(map(len, split_layers(question.shape, levers))))
     while True:
-        counts = list(best.levers.layer_counts)
-        tried = (_price(question, levers, moved) for moved in _moves(counts, best.giver, levers.pipeline_parallel))
-        better = min(tried, key=lambda cut: cut.rank, default=best)
+        moves = _moves(list(best.levers.layer_counts), best.giver, levers.pipeline_parallel)
+        better = min((_price(question, levers, moved) for moved in moves), key=lambda cut: cut.rank, default=best)
         if better.rank >= best.rank:
             return best
         best = better
@@ -105,13 +103,15 @@ def _price(question: Question, levers: Levers, counts: list[int]) -> Cut:
 
 
 def _moves(counts: list[int], giver: int, gpus: int) -> Iterator[list[int]]:
-    """A layer of one of the giver's stages goes to another stage: of GPUs that are alike to the last's, which has
-    fewest micro batches in hand."""
+    """A layer of the giver's longest stage goes to the shortest stage of another GPU; of those that are alike to the
+    last, which has fewest micro batches in hand."""
+    own = max(range(giver, len(counts), gpus), key=lambda stage: counts[stage])
+    if counts[own] == 1:
+        return
     takers = {(tuple(counts[place::gpus]), place == 0, place == gpus - 1): place for place in range(gpus)}
-    stages = [stage for place in {*takers.values(), giver} for stage in range(place, len(counts), gpus)]
-    for source, target in product(range(giver, len(counts), gpus), stages):
-        if counts[source] > 1 and target != source:
-            moved = counts.copy()
-            moved[source] -= 1
-            moved[target] += 1
-            yield moved
+    for place in set(takers.values()) - {giver}:
+        stage = min(range(place, len(counts), gpus), key=lambda each: counts[each])
+        moved = counts.copy()
+        moved[own] -= 1
+        moved[stage] += 1
+        yield moved
