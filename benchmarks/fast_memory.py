@@ -374,10 +374,36 @@ PIPELINES: dict[str, dict[str, Any]] = {
                                                          "checkpointing": "select:elementwise"},
 }  # fmt: skip
 """The fullest GPU of a pipeline, at the head of the row or at its end."""
+PAIR = {**ROW, "tensor_parallel": 2, "compile": "off"}
+LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+LARGE_PAIR = {"model": (LLAMA_70B, 8), "gpus": "4x8xH200", "engine": "fsdp2", "compile": "off", "tensor_parallel": 8,
+              "pipeline_parallel": 4, "accum": 8}  # fmt: skip
+PAIRS: dict[str, dict[str, Any]] = {
+    "8B full, a pipeline of 4 of 8, 2 GPUs per layer, none": {**PAIR, "checkpointing": "none"},
+    "8B full, a pipeline of 2 of 8, 4 GPUs per layer, full, 4 rows": {**PAIR, "pipeline_parallel": 2,
+                                                                      "tensor_parallel": 4, "micro_batch": 4,
+                                                                      "checkpointing": "full"},
+    "8B full, a pipeline of 2 of 16, 2 stages each, 2 GPUs per layer, in groups of 4, mlp": {
+        **PAIR, "gpus": "2x8xH200", "pipeline_parallel": 2, "stages_per_gpu": 2, "shard_within": 4,
+        "checkpointing": "select:mlp"},
+    "70B full, a pipeline of 4 of 32, 8 GPUs per layer, 1 layer of each": {**LARGE_PAIR, "seq": 4096,
+                                                                          "checkpointing": "layers:1"},
+    "8B LoRA, a pipeline of 4 of 8, 2 GPUs per layer, none, plain loss": {**LORA_ROW, "compile": "off",
+                                                                         "tensor_parallel": 2, "loss": "plain",
+                                                                         "checkpointing": "none"},
+    "1B full, tied, a pipeline of 2 of 4, 2 GPUs per layer, full": {**ONE_BILLION, "engine": "fsdp2", "compile": "off",
+                                                                   "pipeline_parallel": 2, "tensor_parallel": 2,
+                                                                   "accum": 4, "checkpointing": "full"},
+    "8B full, a pipeline of 4 of 8, 2 GPUs per sequence, none": {**ROW, "sequence_parallel": 2, "compile": "off",
+                                                                "checkpointing": "none"},
+    "Mixtral full, a pipeline of 2 of 8, experts on 4 GPUs, full": {**FEW, "pipeline_parallel": 2, "accum": 4,
+                                                                   "expert_parallel": 4, "checkpointing": "full"},
+}  # fmt: skip
+"""The fullest GPU of a pipeline whose stages have several GPUs for each layer, each sequence, or a layer's experts."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
 SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "tiled": TILED, "pipelines": PIPELINES, "tensor": TENSOR}
 SETS |= {"compressed": COMPRESSED}
-SETS |= {"experts": EXPERTS}
+SETS |= {"experts": EXPERTS, "pairs": PAIRS}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 

@@ -79,12 +79,17 @@ class Comparison:
     left_out: tuple[tuple[PublishedRow, str], ...]
 
     @cached_property
+    def alike(self) -> list[Reading]:
+        """Those that figures are made of: the others differ in something that we have not."""
+        return [reading for reading in self.readings if not reading.differs]
+
+    @cached_property
     def paces(self) -> list[Reading]:
-        return [reading for reading in self.readings if reading.has_pace]
+        return [reading for reading in self.alike if reading.has_pace]
 
     @cached_property
     def peaks(self) -> list[Reading]:
-        return [reading for reading in self.readings if reading.has_peak]
+        return [reading for reading in self.alike if reading.has_peak]
 
     @cached_property
     def remarks(self) -> list[str]:
@@ -389,7 +394,7 @@ def _peak_line(words: str, kind: PeakKind, readings: Sequence[Reading]) -> tuple
 
 def fits_table(comparison: Comparison) -> str:
     """Whether what ran is predicted to fit, and what ran out of memory is not."""
-    judged = [each for each in comparison.readings if not each.peak_not and each.pace_not != "the card is not stated"]
+    judged = [each for each in comparison.alike if not each.peak_not and each.pace_not != "the card is not stated"]
     ran = [each for each in judged if not each.row.ran_out and not each.bounded]
     out = [each for each in judged if each.row.ran_out]
     host = [each for each in out if "host" in each.row.other.lower()]
@@ -414,7 +419,7 @@ def _fits_host(reading: Reading) -> bool:
 def host_table(comparison: Comparison) -> str:
     """Of a node's memory, where a log has it."""
     lines = []
-    for reading in comparison.readings:
+    for reading in comparison.alike:
         if found := re.search(r"host used ([\d.]+) GB", reading.row.other):
             ours = reading.footprint.host.peak_bytes_per_node / 1e9
             gpus = f"{reading.hardware.gpus_per_node}×{reading.hardware.gpu.name}"
@@ -438,10 +443,11 @@ def _row_line(comparison: Comparison, reading: Reading) -> tuple[str, ...]:
     row, hardware = reading.row, reading.hardware
     nodes = f"{hardware.nodes}×" if hardware.nodes > 1 else ""
     pace = peak = ("–", "–", "–")
+    ratio = "({:.2f})" if reading.differs else "{:.2f}"
     if reading.has_pace:
-        pace = f"{_published(reading):,.0f}", f"{reading.tokens_per_s:,.0f}", f"{reading.pace_ratio:.2f}"
+        pace = f"{_published(reading):,.0f}", f"{reading.tokens_per_s:,.0f}", ratio.format(reading.pace_ratio)
     if reading.has_peak:
-        peak = f"{reading.peak_gib:.1f}", _predicted_peak(reading), f"{reading.peak_ratio:.2f}"
+        peak = f"{reading.peak_gib:.1f}", _predicted_peak(reading), ratio.format(reading.peak_ratio)
     remarks = ", ".join(str(comparison.remarks.index(remark) + 1) for remark in reading.remarks)
     return (
         str(row.place),
@@ -504,15 +510,16 @@ def page(text: str, comparison: Comparison) -> str:
     shares = reserved_shares()
     parts = {
         "counts": table(
-            ("rows", "expressed", "with a pace", "with a peak", "left out"),
+            ("rows", "expressed", "with a pace", "with a peak", "expressed but for something else", "left out"),
             [
                 tuple(
                     str(len(group))
                     for group in (
                         (*comparison.readings, *comparison.left_out),
-                        comparison.readings,
+                        comparison.alike,
                         comparison.paces,
                         comparison.peaks,
+                        [each for each in comparison.readings if each.differs],
                         comparison.left_out,
                     )
                 )

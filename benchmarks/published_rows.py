@@ -4,8 +4,10 @@
 for words (`FSDP`, `ZeRO-3`, `tensor_model_parallel_size=4`), never for a row. What a project does by default and does
 not repeat in each row stands in `HABITS`, with the file that says so.
 
-A row may say less than we need, or more than our levers can: it is then left out with the reason. The pace and the peak
-are judged apart: either may lack what the other has.
+A row may say less than we need, or more than our levers can: it is then left out with the reason. One whose layout we
+have and that differs in something else (`DIFFERENT`) is read as the nearest that we have: it stands beside our
+prediction, with what differs, and in no figure. The pace and the peak are judged apart: either may lack what the other
+has.
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ PLAIN_LOGIT_BYTES = 12
 IN_PLACE_LOGIT_BYTES = 2
 """Of a logit at the worst moment of the loss: of the plain cross entropy that is priced, with its copies in fp32, and
 of flash-attn's, which llm-foundry takes: the gradient overwrites the logits."""
+ACCUMULATION_UNKNOWN = "accumulation is not stated: taken as 1"
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
 
 PeakKind = Literal["allocated", "reserved", "nvidia-smi"]
@@ -160,13 +163,18 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     (r"rerank|embedding-|seq_cls", "another task than the next token"),
     (r"-vl\b|\bvl\b|omni|\bvit|ocr\b|internvl|minicpm-[vo]|emu3|diffusion|multimodal|vision", "images or sound"),
     (r"\bhsdp\b|hybrid[ _-]?shard|\bmics\b|\bhpz\b", "sharded inside a node, copied across nodes"),
-    (r"llm\.q|megatron|megatrain|transformer.?engine|graph_trainer|nemo\b|unsloth|colossal", "an engine of its own"),
-    (r"fp8|float8|nvfp4|mxfp|int8 mixed|e4m3", "matrix products in 8 or 4 bits"),
+    (r"llm\.q|megatrain|transformer.?engine|graph_trainer|nemo\b|unsloth|colossal", "an engine of its own"),
     (r"device_map|model parallel", "layers spread over GPUs without sharding (device_map)"),
     (r"\bmuon\b|lora-fa|galore|adamw4bit|\blisa\b|\blion\b|\bshampoo\b|\bsoap\b", "an optimizer that is not ours"),
-    (r"int8", "weights in 8 bits"),
+    (r"int8(?! mixed)", "weights in 8 bits"),
 )
 """Words of a row, and the reason that they are."""
+
+DIFFERENT: Mapping[str, str] = {
+    r"fp8|float8|nvfp4|mxfp|int8 mixed|e4m3": "matrix products in 8 or 4 bits, priced in bf16: in no figure",
+    r"megatron-(core|swift)": "Megatron's own engine, priced as FSDP2: in no figure",
+}
+"""Words of a row whose layout we have, and what of it we have not."""
 
 _MORE = r"[ =_]?([2-9]\b|[1-9]\d+)"
 _LAYOUTS = {
@@ -182,7 +190,7 @@ _REFUSED_SOURCES: tuple[tuple[str, str], ...] = (
     (r"multimodal|seq_cls|/vlm|qwen3_vl", "images or sound"),
     (r"/rlhf/|/grpo/", "preference or reinforcement training"),
     (r"galore|muon|lisa", "an optimizer that is not ours"),
-    (r"megatron|transformerengine", "an engine of its own"),
+    (r"transformerengine", "an engine of its own"),
 )
 """Words of a path that says what its rows do not repeat."""
 
@@ -273,6 +281,8 @@ _TORCHTUNE = Habits(
 )
 
 HABITS: tuple[tuple[str, Habits], ...] = (
+    # TransformerConfig: `recompute_granularity` is None unless it is set.
+    (r"megatron-(core|swift)", Habits(attention="flash", engines={"full": "fsdp2", "lora": "fsdp2"})),
     # finetune.py: rank 64 on every linear layer, dropout 0.05. finetune_ds.sh is the only script for all weights, and
     # finetune_qlora_single_gpu.sh runs under ds_config_zero2.json.
     (
@@ -351,6 +361,8 @@ class Reading:
     pace_not: str = ""
     """Why its pace is not compared although its peak may be; empty: it is, where one was published."""
     peak_not: str = ""
+    differs: bool = False
+    """In something that we have not: it is compared with our nearest, and counted nowhere."""
 
     @cached_property
     def pace(self) -> Pace:
@@ -440,7 +452,8 @@ class _Draft:
 def read(row: PublishedRow) -> Reading:
     """The row in our terms; `InexpressibleError` where it has none."""
     refuse(row)
-    draft = _Draft(row=row, habits=habits_of(row))
+    differences = [said for pattern, said in DIFFERENT.items() if re.search(pattern, row.said)]
+    draft = _Draft(row=row, habits=habits_of(row), remarks=list(differences))
     if draft.habits.knobs_unknown:
         raise InexpressibleError("a table without the settings of its rows")
     known = find_model(row.model, row.sequence)
@@ -449,7 +462,7 @@ def read(row: PublishedRow) -> Reading:
     if known.remark:
         draft.remarks.append(known.remark)
     hardware = read_hardware(draft)
-    levers = read_levers(draft, known.shape)
+    levers = _cut_batch(draft, read_levers(draft, known.shape), hardware.world)
     try:  # as far as our own worker could run it, whoever did
         check_layout(replace(levers, trainer="tightfit"), known.shape, hardware.world)
     except ConfigError as refused:
@@ -464,6 +477,7 @@ def read(row: PublishedRow) -> Reading:
         remarks=tuple(draft.remarks),
         pace_not=draft.pace_not,
         peak_not=draft.peak_not,
+        differs=bool(differences),
     )
     _check_trainable(reading)
     return reading
@@ -570,14 +584,14 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
     row = draft.row
     method = _method(row)
     engine = _engine(draft, method)
-    optimizer_at, params_at = _offload(row, engine)
+    optimizer_at, params_at = _offload(draft, engine)
     deepspeed = engine in ("zero1", "zero2", "zero3")
     lora = _lora(draft, shape) if method != "full" else None
     if "emb)" in row.engine:
         draft.remarks.append("embedding and head train as well, which is not priced")
         draft.peak_not = draft.peak_not or "adapters beside a trained embedding and head"
     if row.accumulation is None:
-        draft.remarks.append("accumulation is not stated: taken as 1")
+        draft.remarks.append(ACCUMULATION_UNKNOWN)
     if engine == "fsdp2" and draft.habits.whole_when_frozen and method != "full":
         draft.peak_not = draft.peak_not or "FSDP1 that seems to hold the whole model beside its share"
     if found := re.search("gptq|awq|hqq", row.said):
@@ -607,6 +621,23 @@ def read_levers(draft: _Draft, shape: ModelShape) -> Levers:
     )
 
 
+def _cut_batch(draft: _Draft, levers: Levers, world: int) -> Levers:
+    """Into the micro batches that a pipeline works on. torchtitan's recipes of 2024 take the batch of a GPU for one, of
+    which there are as many as stages in the row (`n_microbatches`, parallelisms/pipelining_utils.py). Megatron states
+    the batch of all GPUs."""
+    row, readers = draft.row, levers.data_ranks(world)
+    found = re.search(r"global_batch_size=(\d+)|\bGBS (\d+)", row.other)
+    if row.accumulation is None and found and "megatron" in row.engine.lower():
+        share = int(found[1] or found[2]) // (readers * levers.micro_batch)
+        draft.remarks = [each for each in draft.remarks if each != ACCUMULATION_UNKNOWN]
+        return replace(levers, accumulation=max(1, share))
+    size = levers.pipeline_parallel
+    if size > 1 and "torchtitan" in row.source and row.accumulation == 1 and levers.micro_batch % size == 0:
+        draft.remarks.append("the batch of a pipeline is cut into as many micro batches as it has GPUs")
+        return replace(levers, micro_batch=levers.micro_batch // size, accumulation=size)
+    return levers
+
+
 def _layout(draft: _Draft) -> dict[str, int]:
     """How many GPUs share what, as far as the row says so."""
     said, sizes = draft.row.said, dict[str, int]()
@@ -615,6 +646,10 @@ def _layout(draft: _Draft) -> dict[str, int]:
             sizes[lever] = int(next(number for number in found.groups() if number))
     if "sequence_parallel" in sizes and not re.search("sequence[ _-]parallel|ulysses", said):
         draft.remarks.append("context parallel, priced as Ulysses")
+    if "pipeline_parallel" in sizes and "interleaved" in said:
+        sizes["stages_per_gpu"] = 2
+    if re.search("async tp", said):
+        draft.remarks.append("what GPUs of a layer send goes beside its products, and beside nothing in ours")
     return sizes
 
 
@@ -639,7 +674,7 @@ def _engine(draft: _Draft, method: Method) -> Engine:
     said = draft.row.engine.lower()
     if found := re.search(r"zero-?\s?([0-3])", said):
         return cast(Engine, f"zero{found[1]}")
-    if "fsdp" in said:
+    if "fsdp" in said and "megatron" not in said:
         if "fsdp1" in said or "shard_" in said or "fsdp2" not in said:
             draft.remarks.append("FSDP1, priced as FSDP2")
         if "shard_grad_op" in said:
@@ -648,8 +683,11 @@ def _engine(draft: _Draft, method: Method) -> Engine:
     return draft.habits.engines.get(method, "zero0")
 
 
-def _offload(row: PublishedRow, engine: Engine) -> tuple[Offload, Offload]:
-    said = row.engine.lower()
+def _offload(draft: _Draft, engine: Engine) -> tuple[Offload, Offload]:
+    said = draft.row.engine.lower()
+    if "optimizer_cpu_offload=true" in draft.row.said and engine == "fsdp2":
+        draft.remarks.append("the optimizer's states on the host, priced with the weights there too")
+        return "cpu", "cpu"
     place: Offload = "nvme" if "nvme" in said else "cpu"
     everything = re.search(r"optimizer ?\+ ?params?|zero3_offload|params? (and optimizer )?offload|infinity", said)
     if everything or (engine == "fsdp2" and re.search("(?<!no )(cpu )offload", said)):
@@ -696,6 +734,12 @@ def _compile(draft: _Draft) -> Compile:
 def _checkpointing(draft: _Draft, shape: ModelShape) -> Checkpointing:
     said = (draft.row.checkpointing or draft.habits.checkpointing).lower()
     if said.startswith("none"):
+        return Checkpointing(layers=0)
+    if "recompute_granularity=selective" in draft.row.other:
+        draft.remarks.append("attention is recomputed, as flash attention does anyway: priced as nothing recomputed")
+        return Checkpointing(layers=0)
+    if not said and re.search("megatron-core", draft.row.said):
+        draft.remarks.append("recomputation is not stated: none, as Megatron does by default")
         return Checkpointing(layers=0)
     if said.startswith("full") or re.search("gc true|recompute_granularity=full", draft.row.note + draft.row.other):
         return Checkpointing(layers=None, offload="offload" in said)

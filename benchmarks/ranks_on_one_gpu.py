@@ -43,6 +43,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2 over 2, pipeline of 2": (4, {"engine": "fsdp2", "pipeline_parallel": 2}),
     "FSDP2, pipeline of 4": (4, {"engine": "fsdp2", "pipeline_parallel": 4, "loss": "fused"}),
     "FSDP2 over 2, pipeline of 2, interleaved": (4, {"engine": "fsdp2", "pipeline_parallel": 2, "stages_per_gpu": 2}),
+    "FSDP2, pipeline of 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "pipeline_parallel": 2, "tensor_parallel": 2}),
+    "FSDP2, interleaved pipeline of 2, 2 GPUs per sequence": (4, {"engine": "fsdp2", "pipeline_parallel": 2,
+                                                                  "stages_per_gpu": 2, "sequence_parallel": 2}),
     "FSDP2 over 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2}),
     "FSDP2 in groups of 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2, "shard_within": 2}),
     "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
@@ -52,11 +55,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2}),
     "FSDP2, experts on 4 GPUs": (4, {**EXPERTS, "expert_parallel": 4}),
     "FSDP2 in groups of 2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2, "shard_within": 2}),
+    "FSDP2, pipeline of 2, experts on 2 GPUs": (4, {**EXPERTS, "expert_parallel": 2, "pipeline_parallel": 2}),
     "alone, more heads": (1, {"engine": "ddp", "model": WIDE}),
     "FSDP2, 4 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 4, "loss": "fused", "model": WIDE}),
     "alone, adapters": (1, {"engine": "ddp", **ADAPTERS}),
     "FSDP2 over 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "tensor_parallel": 2, **ADAPTERS}),
-}
+    "FSDP2, pipeline of 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "pipeline_parallel": 2,
+                                                             "tensor_parallel": 2, **ADAPTERS}),
+}  # fmt: skip
 """Each is compared with the last one of a single rank before it."""
 LIMIT_S = 150
 

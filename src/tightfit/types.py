@@ -409,6 +409,11 @@ def buffer(default: Value, key: str, least: int, most: int | None = None) -> Val
     return lever(default, about, "DeepSpeed's buffers", least=least, most=most, deepspeed=key)
 
 
+def degree(default: int, help: str, most: int = 65_536) -> int:  # noqa: A002
+    """A lever that is a number of GPUs which work together, or of what each of them has."""
+    return lever(default, help, "what saves memory", least=default, most=most)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointing:
     """Activation checkpointing: which layers recompute in the backward pass."""
@@ -531,37 +536,20 @@ class Levers:
         most=65_536,
         auto=True,
     )
-    shard_within: int = lever(
+    shard_within: int = degree(
         0,
         "GPUs that share one copy of the weights, such as those of a node, so that the network between nodes carries "
         "gradients: FSDP2's hybrid sharding, and for the backward pass ZeRO-3's hpZ (0: all of them)",
-        "what saves memory",
-        least=0,
-        most=65_536,
     )
-    sequence_parallel: int = lever(
-        1, "GPUs that share each sequence, each a part of its tokens (1)", "what saves memory", least=1, most=65_536
-    )
+    sequence_parallel: int = degree(1, "GPUs that share each sequence, each a part of its tokens (1)")
     """Ulysses: all heads of some tokens become some heads of all tokens for attention, and back."""
-    tensor_parallel: int = lever(
-        1,
-        "GPUs that share each layer, each with a part of its heads and of its MLP (1)",
-        "what saves memory",
-        least=1,
-        most=65_536,
+    tensor_parallel: int = degree(1, "GPUs that share each layer, each with a part of its heads and of its MLP (1)")
+    pipeline_parallel: int = degree(
+        1, "GPUs in a row, each with some of the layers, that hand micro batches on to each other (1)"
     )
-    pipeline_parallel: int = lever(
-        1,
-        "GPUs in a row, each with some of the layers, that hand micro batches on to each other (1)",
-        "what saves memory",
-        least=1,
-        most=65_536,
-    )
-    stages_per_gpu: int = lever(
+    stages_per_gpu: int = degree(
         1,
         "stages of a pipeline on each of its GPUs; several are interleaved, which shortens its idle time (1)",
-        "what saves memory",
-        least=1,
         most=1_024,
     )
     stage_layers: str = lever(
@@ -570,13 +558,7 @@ class Levers:
         "what saves memory",
         form=("N,N,…", r"\d{1,5}(,\d{1,5})*", "inputs.layer-counts"),
     )
-    expert_parallel: int = lever(
-        1,
-        "GPUs that share the experts of each layer, each with some of them (1)",
-        "what saves memory",
-        least=1,
-        most=65_536,
-    )
+    expert_parallel: int = degree(1, "GPUs that share the experts of each layer, each with some of them (1)")
     compress: Compress = lever(
         "none",
         "send less between GPUs, and change the training a little: ZeRO++'s 8-bit weights and 4-bit gradients, 1-bit "

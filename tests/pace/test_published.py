@@ -108,8 +108,8 @@ def test_how_gpus_work_together_is_read(words: Mapping[str, Any], sizes: Mapping
     [
         ({"engine": "FSDP2 + TP 3"}, "--tensor-parallel 3"),
         ({"engine": "DeepSpeed ZeRO-3 + TP 8"}, "--tensor-parallel 8"),
-        ({"precision": "bf16 + float8"}, "8 or 4 bits"),
-        ({"engine": "Megatron-Core"}, "engine of its own"),
+        ({"engine": "FSDP2 + TP 2 + CP 2"}, "--tensor-parallel 2"),
+        ({"engine": "Unsloth"}, "engine of its own"),
         ({"model": "Qwen/Qwen2.5-VL-7B-Instruct"}, "images"),
         ({"other": "rlhf_type=dpo"}, "preference"),
         ({"checkpointing": None}, "recomputed is not stated"),
@@ -124,6 +124,34 @@ def test_how_gpus_work_together_is_read(words: Mapping[str, Any], sizes: Mapping
 def test_what_cannot_be_expressed_is_said(words: Mapping[str, Any], reason: str) -> None:
     with pytest.raises(InexpressibleError, match=reason):
         read(row_of(**words))
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ({"precision": "bf16 + float8"}, "8 or 4 bits"),
+        ({"engine": "Megatron-Core TP2 PP2", "gpus": 8, "other": "GBS 16"}, "Megatron's own engine"),
+    ],
+)
+def test_what_differs_stands_beside_our_nearest_and_in_no_figure(words: Mapping[str, Any], what: str) -> None:
+    row = row_of(tokens_per_s_per_gpu=1000, peak_gib=50, **words)
+    found = compare([row])
+    (reading,) = found.readings
+    assert reading.levers.engine == "fsdp2"
+    assert any(what in remark for remark in reading.remarks)
+    assert not found.paces
+    assert not found.peaks
+    line = published.rows_table(found, published.section_of(row)).splitlines()[-1]
+    assert line.count(f"({reading.pace_ratio:.2f})") == 1
+    assert f"({reading.peak_ratio:.2f})" in line
+
+
+def test_a_pipelines_batch_is_cut_as_its_publisher_does() -> None:
+    said = {"source": "pytorch/torchtitan", "engine": "FSDP2 8 + TP 8 + PP 8 Interleaved 1F1B", "gpus": 512}
+    titan = read(row_of(**said, model="Llama-3.1-405B", micro_batch=32, accum=1, seq=8192)).levers
+    assert (titan.micro_batch, titan.accumulation, titan.stages_per_gpu) == (4, 8, 2)
+    said = {"engine": "Megatron-SWIFT full", "other": "pipeline_model_parallel_size=2; global_batch_size=16"}
+    assert read(row_of(**said, micro_batch=1)).levers.accumulation == 4
 
 
 def test_an_empty_row_is_left_out() -> None:

@@ -67,6 +67,16 @@ def test_a_plan_is_never_compressed_unasked_and_offers_it_where_it_mostly_waits(
     assert (idle.chosen.levers.compress, idle.remedies) == ("none", ())
 
 
+@pytest.mark.parametrize(("host_ram", "would_fit"), [("512GB", True), ("16GB", False)])
+def test_where_compression_is_in_the_way_the_plan_says_so(host_ram: str, would_fit: bool) -> None:
+    """Every GPU has everything then."""
+    flags = {"model": "llama-3.1-8b", "seq": 512, "effective_batch": 8, "compress": "powersgd"}
+    found = plan(job_from_flags(flags), load_model("llama-3.1-8b"), read_hardware("2x8GB", host_ram=host_ram))
+    assert found.chosen is None
+    said = "Without --compress powersgd there is a way that fits: leave it out."
+    assert (said in map(str, found.because)) == would_fit
+
+
 @pytest.mark.parametrize("compress", [*SMALLER, "zeropp"])
 def test_the_search_and_the_pace_agree(compress: str) -> None:
     flags = {"model": "qwen1.5-0.5b", "seq": 512, "effective_batch": 64, "compress": compress}

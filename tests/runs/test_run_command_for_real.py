@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import venv
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 import warm_desk
+from ports import reserve_port
 
 ASSETS = Path(__file__).parents[1] / "assets"
 HF = ("--max_steps", "8", "--save_steps", "2", "--output_dir", "out", "--report_to", "none", "--use_cpu", "True")
@@ -27,12 +27,6 @@ def run(folder: Path, *words: str, path: Path | None = None) -> subprocess.Compl
         "HF_HUB_OFFLINE": "1",
     }
     return warm_desk.run("run", *words, cwd=folder, env=env, timeout=540, ranks=True)
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 def attempts(folder: Path) -> list[dict[str, object]]:
@@ -86,7 +80,7 @@ def test_another_zero_stage_is_refused_where_a_checkpoint_would_be_lost(tmp_path
     }
     (tmp_path / "ds.json").write_text(json.dumps(config), encoding="utf-8")
     script = str(ASSETS / "hf_trainer.py")
-    launch = ("torchrun", "--nproc_per_node", "1", "--master_port", free_port())
+    launch = ("torchrun", "--nproc_per_node", "1", "--master_port", reserve_port())
     words = ("--per_device_train_batch_size", "1", "--gradient_checkpointing", "True", "--oom_above", "0")
     done = run(tmp_path, "--", *launch, script, *HF, *words, "--deepspeed", "ds.json")
     assert done.returncode == 1
@@ -109,7 +103,7 @@ def test_a_deepspeed_script_goes_on_with_its_json_changed(tmp_path: Path) -> Non
         "steps_per_print": 1000,
     }
     (tmp_path / "ds.json").write_text(json.dumps(config), encoding="utf-8")
-    launch = ("torchrun", "--nproc_per_node", "2", "--master_port", free_port(), str(ASSETS / "ds_script.py"))
+    launch = ("torchrun", "--nproc_per_node", "2", "--master_port", reserve_port(), str(ASSETS / "ds_script.py"))
     done = run(tmp_path, "--", *launch, "--deepspeed_config", "ds.json", "--oom_above", "2")
     assert done.returncode == 0, done.stderr
     assert "finished: 2 steps before, micro batch 2, stage 1" in done.stdout
@@ -122,7 +116,7 @@ def test_a_deepspeed_script_goes_on_with_its_json_changed(tmp_path: Path) -> Non
 def test_a_deepspeed_script_without_checkpoints_gets_another_stage(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(config), encoding="utf-8")
-    launch = ("torchrun", "--nproc_per_node", "2", "--master_port", free_port(), str(ASSETS / "ds_script.py"))
+    launch = ("torchrun", "--nproc_per_node", "2", "--master_port", reserve_port(), str(ASSETS / "ds_script.py"))
     faults = ("--need_stage", "2", "--oom_at", "0")
     done = run(tmp_path, "--", *launch, "--deepspeed_config", "ds.json", *faults)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from ports import reserve_port
 
 ASSETS = Path(__file__).parents[1] / "assets"
 HF = ("--max_steps", "6", "--save_steps", "2", "--output_dir", "out", "--report_to", "none", "--use_cpu", "True")
@@ -39,12 +40,6 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=env, timeout=900)
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 def attempts(folder: Path) -> list[dict[str, Any]]:
     files = sorted((folder / "tightfit-run-1/attempts").glob("*.json"))
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -59,7 +54,7 @@ def test_deepspeeds_launcher_with_two_ranks_goes_on_with_its_json_changed(tmp_pa
         "steps_per_print": 1000,
     }
     (tmp_path / "ds.json").write_text(json.dumps(config), encoding="utf-8")
-    launch = ("deepspeed", "--num_gpus", "2", "--master_port", free_port(), str(ASSETS / "ds_script.py"))
+    launch = ("deepspeed", "--num_gpus", "2", "--master_port", reserve_port(), str(ASSETS / "ds_script.py"))
     done = run(tmp_path, "--", *launch, "--deepspeed_config", "ds.json", "--oom_above", "2")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "finished: 2 steps before, micro batch 2, stage 1" in done.stdout
@@ -88,7 +83,7 @@ def test_accelerate_launch_of_deepspeed_gets_another_stage(tmp_path: Path) -> No
     """Two ranks of DeepSpeed from accelerate's own YAML; without a checkpoint the stage may change."""
     block = {"zero_stage": 1, "gradient_accumulation_steps": 1}
     config = {**ACCELERATE, "distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": block}
-    config |= {"use_cpu": False, "main_process_port": int(free_port())}
+    config |= {"use_cpu": False, "main_process_port": int(reserve_port())}
     (tmp_path / "acc.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     launch = ("accelerate", "launch", "--config_file", "acc.yaml", str(ASSETS / "hf_trainer.py"))
     words = ("--per_device_train_batch_size", "1", "--gradient_checkpointing", "True", "--need_stage", "2")

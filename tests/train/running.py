@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 
 from warm import Rank, run_workers
 
+from ports import reserve_port
 from tightfit.formats.render import render
 from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
@@ -149,15 +149,12 @@ def start_ranks(
 
 def environments(world: int, cache: Path) -> list[dict[str, str]]:
     """What a launcher tells each rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = {
         **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": reserve_port(),
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(cache),
         "TIGHTFIT_LAUNCHER": "tests",

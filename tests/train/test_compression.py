@@ -30,7 +30,7 @@ from tightfit.train.compression import OneBit, PowerSgd, count_warm_up
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines.ddp import Ddp
 from tightfit.train.place import Place
-from tightfit.types import ConfigError, Levers
+from tightfit.types import Compress, ConfigError, Levers
 
 STEPS, MIDDLE = 10, 6
 FLAGS: dict[str, Any] = {
@@ -172,7 +172,7 @@ class Small(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(SIGNED))
 
 
-def make_engine(place: Place, scale_power: int | None = None) -> Ddp:
+def make_engine(place: Place, scale_power: int | None = None, compress: Compress = "onebit") -> Ddp:
     training = OptimizerConfig(
         learning_rate=1e-2,
         schedule="constant",
@@ -184,7 +184,7 @@ def make_engine(place: Place, scale_power: int | None = None) -> Ddp:
         first_scale_power=scale_power,
         seed=0,
     )
-    engine = Ddp(Small(), Levers(engine="ddp", compress="onebit", precision="fp32"), place, training)
+    engine = Ddp(Small(), Levers(engine="ddp", compress=compress, precision="fp32"), place, training)
     engine.expect(10)
     return engine
 
@@ -222,6 +222,19 @@ def test_steps_that_overflow_are_no_updates(alone: Place) -> None:
     take_steps(engine, [1.0])
     assert settled(engine) == 2
     assert (before - engine.model.weight).tolist() == pytest.approx([1e-2] * SIGNED, rel=1e-3)
+
+
+def test_exact_steps_go_on_after_compressed_ones(alone: Place) -> None:
+    """Gradients that stay the same move weights by the learning rate, though few steps changed the second moment."""
+    engine, exact = make_engine(alone), make_engine(alone, compress="none")
+    take_steps(engine, [1.0] * 8)
+    assert settled(engine) == 2
+    for its, ours in zip(engine.states(write=False), exact.states(write=True), strict=True):
+        ours.tensor.copy_(its.tensor)
+    exact.go_on(engine.counters(), 8)
+    before = exact.model.weight.detach().clone()
+    take_steps(exact, [1.0])
+    assert (before - exact.model.weight).tolist() == pytest.approx([1e-2] * SIGNED, rel=1e-3)
 
 
 def test_a_second_moment_without_updates_is_not_frozen(alone: Place) -> None:

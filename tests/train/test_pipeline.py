@@ -132,13 +132,17 @@ pipeline.Pipeline._pass_backward = look
 """
 
 
-@pytest.mark.parametrize(("gpu", "in_flight"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("gpu", "in_flight", "sharers"),
+    [(0, 1, 1), (1, 0, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 1, 2), (1, 0, 2)))],
+)
 def test_a_rehearsed_gpu_keeps_what_is_in_flight_and_gathers_nothing_between_passes(
-    tmp_path: Path, gpu: int, in_flight: int
+    tmp_path: Path, gpu: int, in_flight: int, sharers: int
 ) -> None:
     """Of two: after its first backward pass the first GPU still has a micro batch, and the second none. Either has its
-    part of the gradients, and of the weights."""
-    flags = {"model": "tiny_llama", "precision": "fp32", "seq": 32, "effective_batch": 8, "micro_batch": 1}
+    part of the gradients, and of the weights, also where ranks of a stage share its layers."""
+    flags = {"model": "tiny_llama", "precision": "fp32", "seq": 32, "micro_batch": 1}
+    flags |= {"effective_batch": 8 // sharers, "tensor_parallel": sharers}
     folder = write_plan(tmp_path / "plan", 4, engine="fsdp2", pipeline_parallel=2, **flags)
     edit(folder, pipeline__fullest_gpu=gpu)
     notes = tmp_path / "seen.jsonl"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from running import write_plan
 
 import patience
 import warm_desk
+from ports import reserve_port
 from tightfit.formats.launch.script import slurm_sbatch
 from tightfit.formats.target import Target
 from tightfit.job.file import job_from_flags
@@ -49,12 +49,6 @@ exit $code
 """
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def test_endings_and_their_codes() -> None:
     assert [CODES[word] for word in get_args(Ending)] == [0, STOPPED, STOPPED]
     assert get_args(Ending) == ("finished", "timeout", "stopped")
@@ -74,7 +68,13 @@ def test_how_to_go_on_is_said_on_the_command_line() -> None:
 def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
     """In a call of torch's that lasts for half an hour."""
     folder = write_plan(tmp_path, 2, **SMALL)
-    told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    told = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": reserve_port(),
+    }
     process = warm_desk.Process(str(folder / "worker.json"), env={**os.environ, **told}, worker=True)
     deadline = patience.now() + 60
     events = tmp_path / "run" / "events.jsonl"
@@ -112,7 +112,7 @@ def prepare_batch(tmp_path: Path, srun: str, **job: Any) -> tuple[list[str], dic
         "SLURM_SUBMIT_DIR": str(folder),
         "SLURM_JOB_NODELIST": "here",
         "SLURM_JOB_ID": "7",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": reserve_port(),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.priced import Priced, strategy_name, why_no_pace
-from tightfit.types import Footprint, Hardware, Pace, Phase, PhaseName
+from tightfit.types import Hardware, Pace, Phase, PhaseName
 
 if TYPE_CHECKING:  # an estimate does without the planner
     from tightfit.desk.estimate import Outcome
@@ -25,7 +25,7 @@ def estimate_report(priced: Priced) -> dict[str, Any]:
 
 
 def _bytes_report(priced: Priced) -> dict[str, Any]:
-    gpu, host = priced.footprint.gpu, priced.footprint.host
+    gpu, host, of_row = priced.footprint.gpu, priced.footprint.host, priced.footprint.pipeline_gpu
     return {
         "model": {
             "name": priced.shape.name,
@@ -40,7 +40,7 @@ def _bytes_report(priced: Priced) -> dict[str, Any]:
             "init_peak_bytes": gpu.init_peak_bytes,
             "required_bytes": gpu.required_bytes,
             "overhead": dict(gpu.overhead),
-            **_report_row(priced.footprint),
+            **({} if of_row is None else {"pipeline_gpu": of_row}),  # the first is 0
             "phases": _report_phases(gpu.phases),
         },
         "host": {
@@ -52,11 +52,6 @@ def _bytes_report(priced: Priced) -> dict[str, Any]:
         "fits": priced.fits,
         "because": [str(said) for said in (*priced.shape.notes, *priced.because)],
     }
-
-
-def _report_row(footprint: Footprint) -> dict[str, int]:
-    """Which GPU of a pipeline this is of; the first is 0."""
-    return {} if footprint.pipeline_gpu is None else {"pipeline_gpu": footprint.pipeline_gpu}
 
 
 def pace_report(pace: Pace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tightfit.memory import engines, host, overhead, zero3, zero12
+from tightfit.memory import engines, host, overhead, stream, zero3, zero12
 from tightfit.memory.engines import ENGINES
 from tightfit.memory.feedforward import busiest_load
 from tightfit.memory.job import Components, MemoryJob, combine, make_jobs, worst
@@ -74,6 +74,8 @@ def _list_components(job: MemoryJob) -> dict[PhaseName, Components]:
         whole = zero3.gather_for(job)
         passing["gathered_weights"] = whole.forward * job.weights.width
         logits["gathered_weights"] = whole.loss * job.weights.width
+    if levers.streams:
+        passing, logits = stream.evaluate(job)
     components["eval"] = combine(_resting(job, stepping), worst(passing, logits), {"temporaries": job.workspaces})
     # saving copies parts to the host in pieces; what is stored as it lies needs nothing more on the GPU
     rounded = levers.is_fsdp2 and levers.precision != "fp32" and levers.master_weights
@@ -114,6 +116,10 @@ def sum_up(
 
 
 def _resting(job: MemoryJob, step: Components) -> Components:
-    """What stays between two steps. ZeRO-3's gradients have a buffer that is never given back."""
-    gone = {"temporaries", "activations"} | (set() if job.levers.stage == 3 else {"gradients"})
+    """What stays between two steps. ZeRO-3's gradients have a buffer that is never given back, and so have those that
+    leave for the host."""
+    if job.levers.streams:
+        step = stream.hold_always(job)
+    stays = job.levers.stage == 3 or job.levers.streams
+    gone = {"temporaries", "activations"} | (set() if stays else {"gradients"})
     return {name: size for name, size in step.items() if name not in gone}

@@ -114,13 +114,13 @@ def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, fr
     costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
     highest = shape.n_layers - 1
     top = _way(shape, setting, depth, highest)
-    masks = _masks(shape, setting)
+    masks = count_mask_bytes(shape, setting)
     kept_masks = masks if recomputing > _lowest(setting, frozen) else 0
     forward = top.cost.forward_unsaved if top.recomputes else top.cost.forward
     return Activations(
         kept=kept,
         host_kept=host_kept,
-        shared=_rotary_tables(shape, setting) + kept_masks,
+        shared=count_rotary_bytes(shape, setting) + kept_masks,
         below_top=below_top,
         forward=forward + stream + leaving + masks - kept_masks,
         evaluation=max(cost.forward_unsaved for cost in costs) + stream + masks,
@@ -205,7 +205,7 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
     ends = [(way.cost.saved + streams[-1], _recompute(way.cost)[0] + streams[-1]) if way.recomputes else
             (way.cost.saved, way.cost.backward) for way in ends_of]  # fmt: skip
     each = [ends[0], *[ends[1]] * (count - 1), ends[2]]
-    tables, masks = _rotary_tables(shape, setting), _masks(shape, setting)
+    tables, masks = count_rotary_bytes(shape, setting), count_mask_bytes(shape, setting)
     return Curve(
         kept=tuple(kept),
         below_top=tuple([whole - (own if lowest < count else 0) for whole, (own, _) in zip(kept, each, strict=True)]),
@@ -281,13 +281,13 @@ def _recompute(cost: LayerCost) -> tuple[int, int]:
     return max(again, cost.backward), max(again, cost.backward_kept)
 
 
-def _masks(shape: ModelShape, setting: Setting) -> int:
+def count_mask_bytes(shape: ModelShape, setting: Setting) -> int:
     """One mask for every kind of attention: with this window, with that, with none."""
     kinds = {block.mixer.sliding_window: block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)}
     return sum([mask_bytes(mixer, setting) for mixer in kinds.values()])
 
 
-def _rotary_tables(shape: ModelShape, setting: Setting) -> int:
+def count_rotary_bytes(shape: ModelShape, setting: Setting) -> int:
     """cos and sin, made once a pass and kept by the first layer that multiplies with them; of whole rows, where ranks
     that share layers see these."""
     widths = [

@@ -21,7 +21,7 @@ def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     wide = earlier if _widens(job) else 0
     same = earlier - wide  # what autograd adds new gradients to
     peak = peak_with_accumulation(acts, job.tied_grad, job.embedding_grad, same)
-    before = combine(_persistent(job), {"gradients": wide})
+    before = combine(hold_always(job), {"gradients": wide})
     return {
         "forward": combine(before, {"gradients": same}, passing(acts)),
         "loss": combine(at_the_loss(job), keeping(acts)),
@@ -34,12 +34,12 @@ def at_the_loss(job: MemoryJob) -> Components:
 
 
 def at_the_top(job: MemoryJob) -> Components:
-    return combine(_persistent(job), {"gradients": _earlier(job)})
+    return combine(hold_always(job), {"gradients": _earlier(job)})
 
 
 def at_the_end(job: MemoryJob) -> Components:
     widened = FP32 * job.weights.trainable_numel if _widens(job) else 0
-    return combine(_persistent(job), {"gradients": _narrow(job) + (widened if job.levers.accumulation > 1 else 0)})
+    return combine(hold_always(job), {"gradients": _narrow(job) + (widened if job.levers.accumulation > 1 else 0)})
 
 
 def step(job: MemoryJob) -> Components:
@@ -48,7 +48,7 @@ def step(job: MemoryJob) -> Components:
     widened = FP32 * job.weights.trainable_numel if _widens(job) or messages.sent else 0
     narrow = 0 if _widens(job) and job.levers.accumulation > 1 else _narrow(job)
     beside = {"gradients": narrow} if narrow > messages.working else {"buckets": messages.working}
-    return combine(_persistent(job), {"gradients": widened}, beside)
+    return combine(hold_always(job), {"gradients": widened}, beside)
 
 
 def initialise(job: MemoryJob) -> Components:
@@ -75,7 +75,7 @@ def _masters(job: MemoryJob) -> int:
     return FP32 * job.weights.trainable_numel if _widens(job) else 0
 
 
-def _persistent(job: MemoryJob) -> Components:
+def hold_always(job: MemoryJob) -> Components:
     optimizer, kept = job.levers.optimizer, gradient_messages(job.shape, job.levers, job.world).kept
     states = state_bytes(optimizer, job.weights.trainable_numel, job.master_width, flat=True)
     if optimizer in EIGHT_BIT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from tightfit.memory import ddp, fsdp2, zero0, zero3, zero12
+from tightfit.memory import ddp, fsdp2, stream, zero0, zero3, zero12
 from tightfit.memory.job import Components, MemoryJob, combine, count_waiting_bytes, share
 from tightfit.memory.operations import FP32
 from tightfit.types import PhaseName
@@ -38,6 +38,7 @@ ENGINES: Mapping[str, EngineMemory] = {
     "zero2": zero12,
     "zero3": zero3,
     "fsdp2": fsdp2,
+    "stream": stream,
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
+from tightfit.memory import stream
 from tightfit.memory import weights as weights_of
 from tightfit.memory.job import Components, MemoryJob, combine, count_waiting_on_host, share, worst
 from tightfit.memory.optimizers import EIGHT_BIT, eight_bit_states, state_bytes
@@ -58,11 +59,17 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
             world = 1 if levers.shards_nothing else job.world
             paged = eight_bit_states(levers.optimizer, weights.trainable, world).paged
         training.append({"optimizer_states": paged})
+    resting: Components = {}
+    if levers.streams:
+        resting = stream.on_host(job)
+        training.append(resting)
     # Compiled layers have buffers of exactly the sizes that they send.
     waiting = pinned_bytes(job.acts.host_kept + count_waiting_on_host(job), pin=not job.acts.setting.compiled)
+    if levers.streams:
+        waiting = stream.waiting_bytes(job)
     steady = combine(process, libraries, *training, {"activations": waiting})
     return {
-        "init": combine(process, worst(_initialising(job), _packing(job))),
+        "init": combine(process, resting, worst(_initialising(job), _packing(job))),
         "forward": steady,
         "backward": steady,
         "step": combine(steady, _stepping(job)),

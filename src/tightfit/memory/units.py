@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from tightfit.memory.weights import WIDTH, effective_lora, layer_parameters, scale_bytes
+from tightfit.memory.weights import WIDTH, effective_lora, layer_parameters
 from tightfit.types import Levers, Lora, ModelShape, Tensor, Trains
 
 SLOTS = 2  # on the GPU, for layers that stream
@@ -17,7 +17,7 @@ class Unit(NamedTuple):
     """Adapters, which do not stream, are no part of it."""
 
     numel: int
-    bytes: int  # in the working precision, or packed
+    bytes: int  # in the working precision, or packed; scales of what is packed stay on the GPU
     trained: int  # elements that the host's optimizer updates: all or none
     tensors: int
 
@@ -46,7 +46,7 @@ def _units(
     kinds = list[Unit]()
     for block in shape.blocks:
         base, _, packed = layer_parameters(block, method, lora)
-        size = sum(base) * width + sum(packed) // 2 + sum(map(scale_bytes, packed))
+        size = sum(base) * width + sum(packed) // 2
         kinds.append(Unit(sum(base) + sum(packed), size, sum(base), len(base) + len(packed)))
     return Units(
         end(shape.before, is_trained=method == "full" and trains != "layers" and frozen_layers == 0),
@@ -61,3 +61,10 @@ def _units(
 def stays(layer: int, resident: int, layers: int) -> bool:
     """Whether a layer is one of those that stay on the GPU, which are spread evenly over the depth."""
     return (layer + 1) * resident // layers > layer * resident // layers
+
+
+def layer_bytes(layers: tuple[Unit, ...], resident: int) -> int:
+    """Weights of layers on the GPU: those that stay, and slots for the others."""
+    held = [unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))]
+    streamed = [unit.bytes for index, unit in enumerate(layers) if not stays(index, resident, len(layers))]
+    return sum(held) + min(SLOTS, len(streamed)) * max(streamed, default=0)

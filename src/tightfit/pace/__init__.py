@@ -10,7 +10,8 @@ Each rate may be off by its spread (`rates.py`); a pace tells what each of them 
 together.
 
 `rates.py` holds every constant with its source, `work.py` what a layer computes, and all of them together, `graph.py`
-what a compiled one moves, `engines.py` what each engine adds. `clock.py` has the times of many ways at once, and
+what a compiled one moves, `engines.py` what each engine adds; of the streaming one, whose layers come from the host in
+turn, `stream.py` has the whole step. `clock.py` has the times of many ways at once, and
 `warm_up.py` what compiling takes.
 """
 
@@ -22,8 +23,8 @@ from math import hypot
 from tightfit.memory import estimate
 from tightfit.memory.activations import setting_of
 from tightfit.memory.pipeline import PipelineGpu, lay_out
-from tightfit.pace import engines
-from tightfit.pace.clock import Clock, KernelChoice, clock_of
+from tightfit.pace import engines, stream
+from tightfit.pace.clock import TIE_S, Clock, KernelChoice, clock_of
 from tightfit.pace.pipeline import RowTime, find_waits
 from tightfit.pace.rates import (
     Rates,
@@ -38,7 +39,7 @@ from tightfit.pace.warm_up import warm_up_s
 from tightfit.pace.work import exchange_s, passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
-__all__ = ["Clock", "KernelChoice", "clock_of", "pace", "step_seconds", "time_row"]
+__all__ = ["TIE_S", "Clock", "KernelChoice", "clock_of", "pace", "step_seconds", "time_row"]
 
 LEAST_OPEN = 0.002
 """A rate that leaves less than this share of a step open is not reported."""
@@ -84,7 +85,9 @@ def _causes(
 ) -> dict[Cause, float]:
     """Seconds of a step by cause, the longest first."""
     causes: dict[Cause, float] = {}
-    if levers.pipeline_parallel == 1:
+    if levers.streams:
+        entries = stream.list_causes(shape, levers, hardware, rates, rehearsal=rehearsal)
+    elif levers.pipeline_parallel == 1:
         entries = _list_causes(shape, levers, hardware, rates, rehearsal=rehearsal)
     elif rehearsal:
         fullest = estimate(shape, levers, hardware.world, hardware).pipeline_gpu

@@ -20,6 +20,8 @@ from tightfit.pace.rates import rates_of, with_exchange
 from tightfit.pace.work import ELEMENTWISE, Again, frozen_of, layer_time, least_products_s, passes_of, recompute_time
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
 
+TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
+
 Computed = tuple[int, str, str, str, str, str, str]
 """What decides the computation within a strategy: micro batch, loss, attention, scan, compile, kernels, MLP."""
 

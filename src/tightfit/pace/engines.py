@@ -210,14 +210,14 @@ def traffic(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates,
     world = levers.stage_ranks(hardware.world)  # of a pipeline: neighbours
     trained = weights.trainable_numel * weights.trainable_width
     sharded = levers.shards_parameters
-    link = _Links(hardware, rates, rehearsal, world)
+    link = Links(hardware, rates, rehearsal, world)
     within, tensor = levers.shard_within or world, levers.tensor_parallel
-    near = _Links(hardware, rates, rehearsal, within)
+    near = Links(hardware, rates, rehearsal, within)
     # Of ranks that share layers each is in a ring of its own with those that have the same part of them. What they use
     # whole, all of them gather together.
-    alike = _Links(hardware, rates, rehearsal, within // tensor, rings=tensor)
+    alike = Links(hardware, rates, rehearsal, within // tensor, rings=tensor)
     owners = levers.expert_parallel
-    owning = _Links(hardware, rates, rehearsal, within // owners, rings=owners)
+    owning = Links(hardware, rates, rehearsal, within // owners, rings=owners)
     outside, trained_outside = _count_outside(shape, levers) if tensor > 1 else (0, 0)
     memory, launch = rates.card.memory, rates.launch
     # Collectives of one pass, and host seconds of each: a parameter each in ZeRO-3, a layer each in FSDP2, which lays
@@ -330,7 +330,7 @@ def _count_outside(shape: ModelShape, levers: Levers) -> tuple[int, int]:
     return before + after + base + adapters, trained
 
 
-class _Links:
+class Links:
     """Bytes to seconds, between GPUs and to the host."""
 
     def __init__(
@@ -390,7 +390,7 @@ class _Links:
 
 def step(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool) -> StepTime:
     weights = weights_of.of(shape, levers)
-    link = _Links(hardware, rates, rehearsal)
+    link = Links(hardware, rates, rehearsal)
     world = 1 if levers.shards_nothing else levers.shards(hardware.world)
     numel = -(-weights.trainable_numel // world)
     launches = len(weights.trainable) * rates.launch * constants.STEP_PARAMETER_S[levers.engine]

@@ -160,6 +160,8 @@ SHARD_GROUP_S = 1.2e-3
 SHARD_GUARD_S = 45e-6
 """What a compiled layer checks more for each of its parameters where FSDP2 has gathered it, forward. Measured on two
 models."""
+STREAM_CALL_S = 0.3e-3
+"""What the streaming engine adds to a layer's pass with one micro batch: autograd is called for each. Assumed."""
 STEP_PARAMETER_S = {"ddp": 20e-6, "zero0": 145e-6, "zero1": 90e-6, "zero2": 90e-6, "zero3": 100e-6, "fsdp2": 80e-6}
 """The optimizer step's work for each trainable tensor. Measured."""
 OFFLOADED_GRADIENT_S = {"zero1": 0.4e-3, "zero2": 0.4e-3, "zero3": 0.2e-3, "fsdp2": 0.0}

@@ -135,9 +135,16 @@ def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = Tr
             continue
         if levers.buckets.max_reuse_distance == Buckets().max_reuse_distance:  # nobody said how far
             levers = released_at_once(levers)
+        if levers.streams and "engine" not in pinned and not gains_by_streaming(hardware):
+            continue
         if _runs(levers, hardware, ours=ours):
             ways += [replace(levers, shard_within=size) for size in _group_sizes(levers, pinned, hardware)]
     return ways
+
+
+def gains_by_streaming(hardware: Hardware) -> bool:
+    """Whether a card has a host beside it from which layers can come: a CPU is its own."""
+    return hardware.gpu.vendor not in ("cpu", "hygon")  # whose torch is too old
 
 
 def _group_sizes(levers: Levers, pinned: Pinned, hardware: Hardware) -> list[int]:
@@ -284,7 +291,8 @@ def _list_depths(
         return [levers]
     asked = "checkpointing" in pinned
     can_send = levers.compile == "layers" and levers.trainer == "tightfit" and hardware.gpu.vendor != "cpu"
-    can_send = can_send and levers.pipeline_parallel == 1  # what several micro batches keep would wait there at once
+    # what several micro batches keep would wait there at once; of layers that stream only inputs can
+    can_send = can_send and levers.pipeline_parallel == 1 and not levers.streams
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):
@@ -380,7 +388,7 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
     place = (levers.engine, levers.offload_optimizer, levers.offload_param)
     depth = levers.checkpointing
     return (
-        int(depth.offload or place[1:] != ("none", "none")),
+        int(depth.offload or levers.streams or place[1:] != ("none", "none")),
         _PLACES.index(place) if place in _PLACES else len(_PLACES),
         levers.groups,
         int(levers.buckets != Buckets()),
@@ -398,5 +406,6 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
         -levers.buckets.max_live_parameters,
         int(levers.buckets.overlap_comm or False),
         depth.layers or 0,
+        -levers.resident,
         world,
     )

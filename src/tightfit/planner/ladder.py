@@ -78,7 +78,7 @@ class Ladder:
     def first_fit(self) -> Checkpointing | None:
         """The fewest recomputing layers that fit; after all of them, offloading."""
         if self._is_over():
-            return OFFLOADED if self._offloads and self._fits(OFFLOADED) else None
+            return OFFLOADED if self.offloads and self._fits(OFFLOADED) else None
         if self._is_hopeless():
             return None
         if self._is_zero3:
@@ -86,8 +86,8 @@ class Ladder:
         else:
             index = in_a_valley(self._excess, self.last, self._rise)
         if index is not None:
-            return self._depth(index)
-        return OFFLOADED if self._offloads and not self._weigh(OFFLOADED).excess else None
+            return self.depth_at(index)
+        return OFFLOADED if self.offloads and not self._weigh(OFFLOADED).excess else None
 
     def first_thinkable(self) -> int | None:
         """The first depth that may fit, as far as floors can tell; the last, where only offloading may; None: none."""
@@ -95,7 +95,7 @@ class Ladder:
             return 0
         if not self._least(self.deepest):
             return first(self._floor, 1, self.last)
-        return None if not self._offloads or self._least(OFFLOADED) else self.last
+        return None if not self.offloads or self._least(OFFLOADED) else self.last
 
     def fit_within(self, count: int) -> Checkpointing | None:
         """What `first_fit` finds, of the first `count` depths; offloading only after all of them. For a race, in which
@@ -111,10 +111,10 @@ class Ladder:
                 search = one_by_one if self._is_zero3 else from_below
                 index = search(self._excess, low, last, self._rise)
                 if index is not None:
-                    return self._depth(index)
+                    return self.depth_at(index)
             elif self.question.calibration is None:
                 return None
-        return OFFLOADED if last == self.last and self._offloads and self._fits(OFFLOADED) else None
+        return OFFLOADED if last == self.last and self.offloads and self._fits(OFFLOADED) else None
 
     def at(self, depth: Checkpointing) -> Levers:
         return replace(self.corner.levers, checkpointing=depth)
@@ -123,7 +123,7 @@ class Ladder:
         return self.at(self._depth(index))
 
     @property
-    def _offloads(self) -> bool:
+    def offloads(self) -> bool:
         """After all layers recompute, their inputs may wait on the host."""
         whole = self.corner.searched and self.corner.is_whole and self.corner.rest.pipeline_parallel == 1
         return whole and self.question.trainer.offloads_inputs(self.corner.rest.engine)
@@ -155,7 +155,7 @@ class Ladder:
             return False
         if self.question.calibration is None or not self.corner.searched:
             return True
-        return self._at(self.last).is_hopeless and not (self._offloads and not self._weigh(OFFLOADED).is_hopeless)
+        return self._at(self.last).is_hopeless and not (self.offloads and not self._weigh(OFFLOADED).is_hopeless)
 
     def may_fit(self) -> bool:
         """As far as floors can tell, with what the host holds: seen without weighing any depth."""
@@ -170,13 +170,13 @@ class Ladder:
         already."""
         if not self._is_over():
             self._at(self.last)
-            if self._offloads:
+            if self.offloads:
                 self._weigh(OFFLOADED)
         known = [Weighed(self.at(depth), weight) for depth, weight in self.weighed.items()]
         best = min([*([] if best is None else [best]), *known], key=lambda each: each.distance, default=None)
         if not self._is_over():
             return best
-        for depth in (*((OFFLOADED,) if self._offloads else ()), self.deepest, BARE):
+        for depth in (*((OFFLOADED,) if self.offloads else ()), self.deepest, BARE):
             levers = self.at(depth)
             least = (*least_weight(self.question, self.scale, depth), complexity(levers, 1))
             if best is None or (depth not in self.weighed and least < best.distance):
@@ -185,14 +185,18 @@ class Ladder:
         return best
 
     def _at(self, index: int) -> Weight:
-        return self._weigh(self._depth(index))
+        return self._weigh(self.depth_at(index))
 
-    def _depth(self, index: int) -> Checkpointing:
+    def depth_at(self, index: int) -> Checkpointing:
         if not self.corner.searched:
             return self.corner.levers.checkpointing
         if index == 0:
             return BARE
         return self.deepest if index == self.last else replace(self.deepest, layers=self.depths[index])
+
+    def list_depths(self) -> list[Checkpointing]:
+        """From none to all, and last offloading."""
+        return [*map(self.depth_at, range(self.last + 1)), *((OFFLOADED,) if self.offloads else ())]
 
     def _excess(self, index: int) -> int:
         return self._at(index).excess
@@ -205,7 +209,7 @@ class Ladder:
         return weight
 
     def _floor(self, index: int) -> int:
-        return floor_excess(self.question, self.scale, self._depth(index))
+        return floor_excess(self.question, self.scale, self.depth_at(index))
 
     @property
     def _rise(self) -> int:

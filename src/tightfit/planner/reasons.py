@@ -24,6 +24,7 @@ from tightfit.planner.candidates import is_searched
 from tightfit.planner.certainty import tell_apart
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question, excess_bytes, excess_share, needed_bytes, weigh
+from tightfit.planner.search import something_fits
 from tightfit.planner.trainers import NAMES
 from tightfit.priced import amounts, seconds_words, strategy_name
 from tightfit.types import PARTS, STRATEGY, Buckets, Cause, Hardware, Levers, PhaseName
@@ -253,7 +254,7 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
             sentences.append(Message("plan.cut-off", limit=job.timeout, time=time_words(plan.hours), share=share))
         sentences += chosen.assumed
     else:
-        sentences += _nothing(plan)
+        sentences += _nothing(plan, question)
         if plan.alternatives:
             nearest_way = worth_showing(plan)[0]
             sentences += [*explain_calibration(nearest_way), *(() if nearest_way.is_paced else nearest_way.assumed)]
@@ -362,10 +363,14 @@ def missing(way: Way) -> Message:
     return said if host is None else Message("plan.leaves-little-and-host", card=said, more=host)
 
 
-def _nothing(plan: Plan) -> list[Message]:
+def _nothing(plan: Plan, question: Question) -> list[Message]:
     """Nothing fits: how far it is, what would fit, how many GPUs would do."""
     shown = worth_showing(plan)
     sentences = [Message("plan.nothing-free", nearest=_nearest(shown[0])) if shown else Message("plan.no-engine")]
+    if question.base.compress != "none" and something_fits(
+        replace(question, base=replace(question.base, compress="none"))
+    ):
+        sentences.append(Message("plan.fits-uncompressed", how=question.base.compress))
     # what was allowed and did not help: because it means nothing here, or because it is not enough
     idle = {name: why for name in plan.job.limits.allow if (why := _idle(name, plan.job))}
     sentences += [Message("plan.allowed-idle", name=name, why=why) for name, why in idle.items()]

@@ -24,7 +24,8 @@ from tightfit.inputs.layouts import check_layout, divisors
 from tightfit.memory.operations import FP32
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.weights import WIDTH
-from tightfit.pace import Clock, clock_of, pace, step_seconds
+from tightfit.pace import TIE_S, Clock, clock_of, pace, step_seconds
+from tightfit.planner import stream
 from tightfit.planner.balance import LEAST_GAIN, balance, can_be_balanced, find_balanced
 from tightfit.planner.candidates import LONG_TOKENS, Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
@@ -40,7 +41,6 @@ VARIED = ("shard_within", "offload_optimizer", "offload_param", *READ_TOGETHER)
 LAYOUT = ("pipeline_parallel", "stages_per_gpu", "shard_within", "tensor_parallel")
 MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
 GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
-TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
 
 @dataclass(slots=True)
@@ -294,15 +294,18 @@ def _share_experts(question: Question, levers: Levers) -> list[Levers]:
 
 def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
     batch, trainer = question.effective_batch, question.trainer
+    if levers.streams:
+        levers = stream.keep_enough(question, levers)
     return corners(question.shape, levers, question.pinned, question.hardware, batch, trainer)
 
 
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
     """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
-    interest."""
+    interest. Of layers that stream, which stand last, that is so wherever anything else is faster."""
     has_many = question.hardware.world >= MANY_GPUS
     for levers in list_strategies(question):
-        if has_many and found.best is not None and _is_variant(question, levers):
+        is_late = levers.streams or (has_many and _is_variant(question, levers))
+        if is_late and found.best is not None:
             _search_strategy(question, levers, found, min(most_s, found.best_s), nearest=False)
         else:
             _search_strategy(question, levers, found, most_s, nearest=nearest)
@@ -314,30 +317,29 @@ def _is_variant(question: Question, levers: Levers) -> bool:
 
 
 def _search_strategy(question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool) -> None:
-    race: list[Runner] = []
-    clock = clock_of(question.shape, levers, question.hardware)
-    deepest = count_depths(question.shape, levers)
-    for corner in _corners(question, levers):
-        if corner.searched:
-            every = clock.times(corner.rest, corner.choice)
-            times = [every[layers] for layers in corner.depths(deepest, partial=question.partial)]
-        else:
-            times = [step_seconds(question.shape, corner.levers, question.hardware)]
-        found.timed.update(times)
-        race.append((times[0], len(race), corner, times))
-    if min(race, default=(inf,))[0] > most_s + TIE_S:
-        return
-    timed = [(corner, times) for _, _, corner, times in race]
-    ladders = [Ladder(question, corner, set()) for corner in frugal([corner for corner, _ in timed])]
-    way: Way | None = None
-    if _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
-        way = _race(question, race, ladders, found.weighed, most_s)
+    every, race = list(_corners(question, levers)), list[Runner]()
+    if not levers.streams:
+        race = _time(question, levers, every)
+        found.timed.update(seconds for _, _, _, times in race for seconds in times)
+        least_s = min(race, default=(inf,))[0]
     else:
+        least_s = stream.least_s(question, levers) if every else inf
+    if least_s > most_s + TIE_S:
+        return
+    ladders = [Ladder(question, corner, set()) for corner in frugal(every)]
+    timed = [(corner, times) for _, _, corner, times in race]
+    way: Way | None = None
+    if not _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
         closest: Weighed | None = None
         for ladder in ladders if nearest else ():
             closest = ladder.nearest(closest)
         found.weighed.update(size for ladder in ladders for size in ladder.sizes)
         way = None if closest is None else _way(question, closest.levers, fits=False)
+    elif levers.streams:
+        fastest = stream.race(question, every, found.weighed, found.timed, most_s)
+        way = None if fastest is None else _way(question, fastest, fits=True)
+    else:
+        way = _race(question, race, ladders, found.weighed, most_s)
     if _moves_layers(question, levers):
         way = _move_layers(question, timed, way, most_s)
     if way is not None:
@@ -356,6 +358,20 @@ def _move_layers(
             levers, most_s = own.levers, own.step_s
     levers = find_balanced(question, timed, most_s) or levers
     return way if levers is None else _way(question, levers, fits=True)
+
+
+def _time(question: Question, levers: Levers, every: list[Corner]) -> list[Runner]:
+    race: list[Runner] = []
+    clock = clock_of(question.shape, levers, question.hardware)
+    deepest = count_depths(question.shape, levers)
+    for corner in every:
+        if corner.searched:
+            at_depths = clock.times(corner.rest, corner.choice)
+            times = [at_depths[layers] for layers in corner.depths(deepest, partial=question.partial)]
+        else:
+            times = [step_seconds(question.shape, corner.levers, question.hardware)]
+        race.append((times[0], len(race), corner, times))
+    return race
 
 
 Runner = tuple[float, int, Corner, list[float]]

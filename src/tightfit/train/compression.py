@@ -184,13 +184,16 @@ class OneBit:
         return total
 
 
-def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit, updates: int, steps: int) -> None:
-    """AdamW's step number `steps`, whose second moment has not changed since it had so many updates. `flat`: this
-    rank's own gradients, side by side in the order of the optimizer's parameters."""
+def step_by_signs(optimizer: torch.optim.Optimizer, flat: Tensor, onebit: OneBit) -> None:
+    """AdamW's next step, whose second moment stays what it is. `flat`: this rank's own gradients, side by side in the
+    order of the optimizer's parameters."""
     beta, second = BETAS
-    settled, begun = 1 - second**updates, 1 - beta**steps
     held = [(group, param) for group in optimizer.param_groups for param in group["params"]]
     parts = torch.split(flat, [param.numel() for _, param in held])
+    taken = int(optimizer.state[held[0][1]]["step"])
+    settled, begun = 1 - second ** (taken + 1), 1 - beta ** (taken + 1)
+    # As if each step had updated it with what it is: whoever goes on with exact steps divides by what belongs to all.
+    torch._foreach_mul_([optimizer.state[param]["exp_avg_sq"] for _, param in held], settled / (1 - second**taken))
 
     def root(param: Tensor) -> Tensor:
         second_moment: Tensor = optimizer.state[param]["exp_avg_sq"]

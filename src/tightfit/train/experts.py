@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tightfit.memory.feedforward import busiest_load
 from tightfit.messages import Message
 from tightfit.train.build import body_of
+from tightfit.train.exchange import Splits, exchange
 from tightfit.train.mesh import EXPERTS
 from tightfit.train.shards import OWNED, OwnedRows
 from tightfit.types import ConfigError, ModelError
@@ -69,11 +70,11 @@ def own_experts(model: Any, mesh: DeviceMesh, *, is_rehearsal: bool = False) -> 
         module.num_experts = own
         setattr(module, OWNED, OwnedRows(index * own, total))
         load = busiest_load(total, size) if is_rehearsal else 1.0
-        module.forward = partial(run_experts, module.forward, Owners(group, size, own, load))
+        module.forward = partial(run_experts, module.forward, ExpertOwners(group, size, own, load))
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
+class ExpertOwners:
     """The ranks that share experts."""
 
     group: Any
@@ -87,18 +88,18 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def run_experts(
-    compute: Compute, owners: Owners, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    compute: Compute, owners: ExpertOwners, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What `compute` returns of this rank's tokens, if it had all experts. It has this rank's."""
     count_T, top_k = top_k_index.shape
     order = torch.argsort(top_k_index.reshape(-1), stable=True)
     travel = plan_travel(top_k_index, owners)
     sent_SH = hidden_states[order // top_k]
-    arrived_RH = exchange_rows(sent_SH, travel.there, owners.group)
+    arrived_RH = exchange(sent_SH, owners.group, travel.there)
     del sent_SH
     made_RH = _compute_own(compute, arrived_RH, travel.experts_R)
     del arrived_RH
-    back_SH = exchange_rows(made_RH, travel.back, owners.group)
+    back_SH = exchange(made_RH, owners.group, travel.back)
     del made_RH
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
@@ -119,17 +120,6 @@ def _compute_own(compute: Compute, arrived_RH: Tensor, experts_R: Tensor) -> Ten
 
 
 @dataclass(frozen=True, slots=True)
-class Splits:
-    """How many rows go to each rank of a group, and how many come from each."""
-
-    sent: list[int]
-    received: list[int]
-
-    def reverse(self) -> Splits:
-        return Splits(self.received, self.sent)
-
-
-@dataclass(frozen=True, slots=True)
 class Travel:
     there: Splits
     experts_R: Tensor  # by which of this rank's experts a row that arrives is computed
@@ -139,7 +129,7 @@ class Travel:
         return self.there.reverse()
 
 
-def plan_travel(top_k_index: Tensor, owners: Owners) -> Travel:
+def plan_travel(top_k_index: Tensor, owners: ExpertOwners) -> Travel:
     """Of rows that are sorted by expert."""
     chosen = top_k_index.reshape(-1)
     counts = chosen.new_zeros(owners.size * owners.own, dtype=torch.int64)
@@ -153,29 +143,3 @@ def plan_travel(top_k_index: Tensor, owners: Owners) -> Travel:
     numbers = torch.arange(owners.own, device=top_k_index.device).repeat(owners.size)
     experts_R = torch.repeat_interleave(numbers, arriving_Ne.view(-1), output_size=sum(received))
     return Travel(Splits(sent, received), experts_R)
-
-
-def exchange_rows(rows: Tensor, splits: Splits, group: Any) -> Tensor:
-    """Rows for the ranks of a group, one rank's after the other's, for those that they have for this one."""
-    arrived: Tensor = _ExchangeRows.apply(rows, splits, group)  # type: ignore[no-untyped-call]
-    return arrived
-
-
-class _ExchangeRows(torch.autograd.Function):
-    """The gradient goes back to where the rows came from."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, splits: Splits, group: Any) -> Tensor:
-        ctx.splits, ctx.group = splits, group
-        return _send(rows, splits, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
-        return _send(grad, ctx.splits.reverse(), ctx.group), None, None
-
-
-def _send(rows: Tensor, splits: Splits, group: Any) -> Tensor:
-    arrived = rows.new_empty(sum(splits.received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), splits.received, splits.sent, group=group)
-    return arrived

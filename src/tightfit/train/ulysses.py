@@ -4,9 +4,9 @@ Each rank has a part of the tokens (`row_parts.py`), and everything but attentio
 attention the ranks of a group exchange what they have: all heads of some tokens become some heads of all tokens, and
 its output goes the other way.
 
-The exchange is an autograd function around `all_to_all_single`, put around the attention functions of transformers.
-DeepSpeed has the same (`UlyssesSPAttentionHF`, `_SeqAllToAll`), which needs its own groups and loader, changes by which
-number ZeRO divides gradients, and would have to be there for engines that are torch's alone.
+The exchange (`exchange.py`) is put around the attention functions of transformers. DeepSpeed has the same
+(`UlyssesSPAttentionHF`, `_SeqAllToAll`), which needs its own groups and loader, changes by which number ZeRO divides
+gradients, and would have to be there for engines that are torch's alone.
 
 Where the frequencies of a rotary embedding depend on the length of a row, they are computed for the whole of it.
 
@@ -21,12 +21,12 @@ from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.messages import Message
 from tightfit.train.build import layers_of
+from tightfit.train.exchange import exchange
 from tightfit.train.place import GROUP_TIMEOUT, Place
 from tightfit.train.row_parts import INSTALLED, RowParts
 from tightfit.types import Levers, ModelError
@@ -81,35 +81,16 @@ def attend(
 
 def gather_tokens(some_BHTD: Tensor, parts: SequenceParts) -> Tensor:
     """(B, H, T, D) → (B, h, L, D). What arrives is laid out so that no copy of it is made."""
-    arrived: Tensor = _Exchange.apply(some_BHTD.unflatten(1, (parts.size, -1)).permute(1, 3, 0, 2, 4), parts.group)  # type: ignore[no-untyped-call]
+    sent: Tensor = some_BHTD.unflatten(1, (parts.size, -1))  # type: ignore[no-untyped-call]
+    arrived = exchange(sent.permute(1, 3, 0, 2, 4), parts.group)
     return arrived.flatten(0, 1).permute(1, 2, 0, 3)
 
 
 def gather_heads(some_BLhD: Tensor, parts: SequenceParts) -> Tensor:
     """(B, L, h, D) → (B, T, H, D)."""
-    arrived: Tensor = _Exchange.apply(some_BLhD.unflatten(1, (parts.size, -1)).permute(1, 2, 0, 3, 4), parts.group)  # type: ignore[no-untyped-call]
+    sent: Tensor = some_BLhD.unflatten(1, (parts.size, -1))  # type: ignore[no-untyped-call]
+    arrived = exchange(sent.permute(1, 2, 0, 3, 4), parts.group)
     return arrived.permute(2, 1, 0, 3, 4).flatten(2, 3)
-
-
-class _Exchange(torch.autograd.Function):
-    """Of the first dimension each rank gets an element from every rank; the gradient goes back in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return exchange(sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        return exchange(grad, ctx.group), None
-
-
-def exchange(sent: Tensor, group: Any) -> Tensor:
-    sent = sent.contiguous()
-    arrived = torch.empty_like(sent)
-    dist.all_to_all_single(arrived, sent, group=group)
-    return arrived
 
 
 # --- transformers ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ports import reserve_port
 from tightfit.formats.render import render
 from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware
@@ -55,12 +55,9 @@ def test_without_the_target_there_is_no_program(make_plan: MakePlan) -> None:
 @pytest.mark.slow
 def test_ray_trains_it_to_its_end(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install 'tightfit[ray]'")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     folder = tmp_path / "plan"
     small = ["--model", "tiny_llama", "--seq", "64", "--effective-batch", "4", "--max-steps", "3", "--world", "2"]
-    writes = ["--write", str(folder), "--target", "ray", "--port", port]
+    writes = ["--write", str(folder), "--target", "ray", "--port", reserve_port()]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": ""}
     plan = [sys.executable, "-m", "tightfit", "plan", *small, *writes]
     planned = subprocess.run(plan, env=env, capture_output=True, text=True, check=False)

@@ -109,7 +109,7 @@ class Ddp(ScaledEngine):
         norm = compressor.measure(self._wide, seed=self._taken)
         if self._clip > 0:
             self._wide.mul_((self._clip / (norm + 1e-6)).clamp(max=1.0))
-        step_by_signs(self._optimizer, self._wide, compressor, int(compressor.settled), self._taken)
+        step_by_signs(self._optimizer, self._wide, compressor)
         return self._finish(norm, torch.zeros_like(spoilt))
 
     @torch.no_grad()

@@ -1,0 +1,300 @@
+"""Layers that rest on the host and visit the GPU, and a window of micro batches that goes through each together.
+
+On the GPU: what lies outside of the layers, those layers that stay, and slots in which the others take turns. Adapters
+train there, as `ddp` trains them. What else trains is updated on the host: a layer's gradients are added up in fp32 in
+one of few slots, those of the model's ends in memory of their own, from the loss or the embedding's backward pass until
+they have left. 4-bit weights come and go without their scales, which are small.
+
+All micro batches pass a layer before the next one's turn (`train/walk.py`). So what layers keep is there once for each
+micro batch, and what they work with is there once. A layer that recomputes whole keeps its input alone, and runs
+without a graph; on the way back it runs anew, to its end. Of any other layer the input and the output are held beside
+what autograd keeps. The gradient of a layer's output belongs to the walk, and stays while the layer runs backwards.
+
+On the host: pages of exactly the size that is needed (`train/host_memory.py`). The ranks of a machine share the weights
+and have a part of everything else each, so a rank is counted with its part of the weights.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from tightfit.memory import ddp
+from tightfit.memory.activations import count_mask_bytes, count_rotary_bytes
+from tightfit.memory.job import Components, MemoryJob, combine, logits, packing_of, share, worst
+from tightfit.memory.layers import has_parts, keeps_input, layer_cost, layer_input_bytes, recompute_cost
+from tightfit.memory.operations import FP32, Setting
+from tightfit.memory.units import GRADS, SLOTS, Unit, Units, stays, units_of
+from tightfit.types import Checkpointing, Levers, ModelShape, PhaseName, States
+
+PAGE = 2 * 2**20  # bytes: what is taken of the host's memory comes in huge pages
+LEAVING = 2  # inputs of layers on their way to the host, at most
+AHEAD = 2  # likewise on their way back, beside the one that is in use
+BLOCK = 256  # elements of an 8-bit moment that share a scale
+INPUT_BYTES = 16  # of each token of a micro batch that waits: its number and its label
+
+
+class Turn(NamedTuple):
+    """What one layer holds of one micro batch."""
+
+    reads: int
+    makes: int
+    keeps: int  # for the backward pass, its input included; 0: it has none
+    forward: int  # while it runs forwards, beside its input
+    backward: int  # while it runs backwards, beside what it keeps and the gradient of its output
+    whole: bool  # it keeps its input alone, here or on the host
+
+
+def passes(job: MemoryJob) -> dict[PhaseName, Components]:
+    turns, count = _turns_of(job), job.levers.accumulation
+    always = combine(hold_always(job), _shared(job))
+    here = [0 if turn.whole and job.depth.offload else turn.keeps for turn in turns]  # of each layer on the GPU
+    below = _start_below(job) * count if job.depth.offload else 0  # otherwise the lowest layer keeps it
+    moments = list[Components]()
+    kept = 0
+    for turn, own in zip(turns, here, strict=True):
+        leaving = LEAVING * turn.reads if turn.keeps and not own else 0
+        beside = (count - 1) * (max(0, own - turn.reads) + turn.makes) + leaving
+        held = kept + count * turn.reads + beside
+        moments.append({"activations": held + below, "recompute": turn.forward})
+        kept += count * own
+    return {
+        "forward": combine(always, _adapters_gradients(job), worst(*moments)),
+        "loss": combine(at_the_loss(job), {"activations": kept + below + _beside_the_loss(job, turns)}),
+        "backward": combine(always, _adapters_gradients(job), worst(*_moments_back(job, turns, here, below))),
+    }
+
+
+def _moments_back(job: MemoryJob, turns: tuple[Turn, ...], here: list[int], below: int) -> list[Components]:
+    count, units = job.levers.accumulation, units_of(job.shape, job.levers)
+    tied = _tied_gradients(job, units)
+    leaving = FP32 * units.after.trained  # until the layer below has its gradients
+    moments = list[Components]()
+    kept = count * sum(here)
+    for turn, own in zip(reversed(turns), reversed(here), strict=True):
+        kept -= count * own
+        if not turn.keeps:
+            break
+        reads = (1 + AHEAD) * turn.reads if turn.whole and not own else count * own
+        made = 0 if turn.whole else count * turn.makes
+        activations = kept + reads + made + count * turn.makes + below
+        moments.append({"activations": activations, "recompute": turn.backward, "gradients": leaving + tied})
+        leaving = 0
+    if start := _start_below(job):
+        embedding = units.before.trained
+        grads = embedding * job.weights.width + FP32 * embedding
+        moments.append({"activations": 2 * count * start, "gradients": grads})
+    return moments
+
+
+def at_the_loss(job: MemoryJob) -> Components:
+    units = units_of(job.shape, job.levers)
+    ends = FP32 * units.after.trained + _tied_gradients(job, units)
+    return combine(at_the_top(job), {"gradients": ends}, logits(job))
+
+
+def _beside_the_loss(job: MemoryJob, turns: tuple[Turn, ...]) -> int:
+    """What the layers made, or its gradient; both, of all but one micro batch, where the top layer has a graph."""
+    top, count = turns[-1], job.levers.accumulation
+    leaving = LEAVING * top.reads if top.whole and top.keeps and job.depth.offload else 0
+    return count * top.makes + (0 if top.whole else (count - 1) * top.makes) + leaving
+
+
+def at_the_top(job: MemoryJob) -> Components:
+    return combine(hold_always(job), _shared(job), _adapters_gradients(job))
+
+
+def at_the_end(job: MemoryJob) -> Components:
+    return combine(hold_always(job), _adapters_gradients(job))
+
+
+def step(job: MemoryJob) -> Components:
+    return at_the_end(job)
+
+
+def initialise(job: MemoryJob) -> Components:
+    """A matrix is packed on the GPU before anything else is there but scales."""
+    packing = {"weights": job.weights.scales_bytes, "temporaries": packing_of(job.weights)}
+    made = hold_always(job) | {"optimizer_states": 0, "temporaries": 0}
+    return worst(packing if job.weights.quantised_numel else {}, made)
+
+
+def evaluate(job: MemoryJob) -> tuple[Components, Components]:
+    """A window goes up as in training, and keeps nothing; then each micro batch has its loss."""
+    count, top = job.levers.accumulation, _turns_of(job)[-1]
+    shared, waiting = _shared(job), (count - 1) * top.makes
+    passing: Components = {"activations": waiting, "recompute": job.acts.evaluation}
+    ending: Components = {"activations": waiting + top.makes, "logits": job.acts.head.eval_logits}
+    return combine(shared, passing), combine(shared, ending)
+
+
+def hold_always(job: MemoryJob) -> Components:
+    levers, units = job.levers, units_of(job.shape, job.levers)
+    resident, streamed = split_layers(units, levers)
+    staying = units.before.bytes + units.after.bytes + sum([unit.bytes for unit in resident])
+    trained = [unit.trained for unit in units.layers if unit.trained]
+    held: Components = {
+        "weights": staying + job.weights.scales_bytes,
+        "gathered_weights": _slot_bytes(streamed),
+        "gradients": FP32 * max(trained, default=0) * min(GRADS, len(trained)),
+        "temporaries": job.workspaces,
+    }
+    if levers.method != "full":
+        adapters = ddp.hold_always(job)
+        held |= {name: adapters[name] for name in ("master_weights", "optimizer_states")}
+        held["weights"] += job.weights.trainable_numel * job.weights.trainable_width
+    return held
+
+
+def split_layers(units: Units, levers: Levers) -> tuple[list[Unit], list[Unit]]:
+    """Those that stay on the GPU, and those that stream."""
+    split: tuple[list[Unit], list[Unit]] = [], []
+    for number, unit in enumerate(units.layers):
+        split[not stays(number, levers.resident, len(units.layers))].append(unit)
+    return split
+
+
+def _slot_bytes(streamed: list[Unit]) -> int:
+    return min(SLOTS, len(streamed)) * max([unit.bytes for unit in streamed], default=0)
+
+
+def _adapters_gradients(job: MemoryJob) -> Components:
+    """In fp32 from the beginning of a window; where there are no fp32 copies, as autograd leaves them."""
+    if job.levers.method == "full":
+        return {}
+    wide = job.levers.master_weights and job.levers.precision != "fp32"
+    return {"gradients": job.weights.trainable_numel * (FP32 if wide else job.weights.trainable_width)}
+
+
+def _tied_gradients(job: MemoryJob, units: Units) -> int:
+    """Of an embedding that is the head as well: from the loss to the end of the pass."""
+    return FP32 * units.before.trained if job.shape.tied else 0
+
+
+def _start_below(job: MemoryJob) -> int:
+    """The hidden states below the layers, of one micro batch, where the embedding trains: their graph holds them."""
+    return _turns_of(job)[0].reads if job.levers.trains_embedding and job.shape.before else 0
+
+
+def _shared(job: MemoryJob) -> Components:
+    """What every layer is called with, of each micro batch; and these themselves, but for the one that every engine
+    has."""
+    setting, count = job.acts.setting, job.levers.accumulation
+    each = count_rotary_bytes(job.shape, setting) + count_mask_bytes(job.shape, setting)
+    return {"activations": count * each + (count - 1) * INPUT_BYTES * setting.tokens}
+
+
+def _turns_of(job: MemoryJob) -> tuple[Turn, ...]:
+    return _turns(job.shape, job.acts.setting, job.depth, job.levers.frozen_layers)
+
+
+@lru_cache(maxsize=256)
+def _turns(shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int) -> tuple[Turn, ...]:
+    embedded = setting.tokens * shape.hidden_size * setting.width
+    lowest = frozen if setting.trains_base and not setting.trains_embedding else 0
+    known: dict[tuple[int, bool, bool, bool, bool], Turn] = {}
+    turns = list[Turn]()
+    for index, kind in enumerate(shape.pattern):
+        recomputes = depth.layers is None or index < depth.layers
+        is_first, needs_below = index == 0, index > lowest or setting.trains_embedding
+        key = kind, recomputes, is_first, index >= lowest, needs_below
+        if key not in known:
+            block, hidden = shape.blocks[kind], shape.hidden_size
+            stream = layer_input_bytes(block, hidden, setting)
+            reads = min(stream, embedded) if is_first and shape.before else stream
+            known[key] = _turn(shape, kind, setting, depth, reads, recomputes=recomputes, needs_below=needs_below)
+            if index < lowest:  # nothing below it trains
+                known[key] = known[key]._replace(keeps=0, backward=0, whole=True)
+        turns.append(known[key])
+    return tuple(turns)
+
+
+def _turn(
+    shape: ModelShape,
+    kind: int,
+    setting: Setting,
+    depth: Checkpointing,
+    reads: int,
+    *,
+    recomputes: bool,
+    needs_below: bool,
+) -> Turn:
+    block, hidden = shape.blocks[kind], shape.hidden_size
+    cost = layer_cost(block, hidden, setting, needs_below)
+    own = reads if keeps_input(block, hidden, setting) else 0  # among what autograd keeps
+    if recomputes and not depth.select:
+        again = max(cost.forward - own, cost.backward - own)  # the output stays, as its gradient does
+        return Turn(reads, cost.output, reads, cost.forward_unsaved, again, True)
+    select = depth.select
+    if not recomputes and setting.compiled and select and has_parts(block, setting):
+        recomputes, select = True, ("elementwise",)  # which costs compiled layers next to nothing
+    if not recomputes:
+        kept = cost.saved - own + reads
+        return Turn(reads, cost.output, kept, cost.forward - own, cost.backward - cost.saved - cost.output, False)
+    cost = recompute_cost(block, hidden, setting, select, needs_below)
+    again = max(cost.recompute + max(cost.output, cost.asking), cost.backward) - cost.saved - cost.output
+    return Turn(reads, cost.output, reads + cost.saved, cost.forward_unsaved, again, False)
+
+
+# --- the host -----------------------------------------------------------------------------------
+
+
+def on_host(job: MemoryJob) -> Components:
+    """What training takes there, of one rank: its part of the weights, and what is its own."""
+    levers, units = job.levers, units_of(job.shape, job.levers)
+    ranks, trained = job.world, [unit.trained for unit in _all(units) if unit.trained]
+    own = [share(numel, ranks) for numel in trained]
+    has_masters = levers.master_weights and levers.precision != "fp32"
+    return {
+        "weights": share(home_bytes(units, levers), ranks),
+        "master_weights": sum([pages(FP32 * numel) for numel in own]) if has_masters else 0,
+        "optimizer_states": sum([_moments_bytes(levers.states, numel) for numel in own]),
+        "gradients": _arriving_bytes(levers, own),
+    }
+
+
+def locked_bytes(job: MemoryJob) -> int:
+    """What of that one rank locks for its GPU: all of the weights, its part of the gradients, and what layers keep."""
+    levers, units = job.levers, units_of(job.shape, job.levers)
+    own = [share(unit.trained, job.world) for unit in _all(units) if unit.trained]
+    return home_bytes(units, levers) + _arriving_bytes(levers, own) + waiting_bytes(job)
+
+
+def home_bytes(units: Units, levers: Levers) -> int:
+    """Weights that rest there: of layers that stream, and of whatever trains."""
+    resident, streamed = split_layers(units, levers)
+    trained = [unit for unit in (units.before, *resident, units.after) if unit.trained]
+    return sum([pages(unit.bytes) for unit in (*streamed, *trained)])
+
+
+def _all(units: Units) -> list[Unit]:
+    return [units.before, *units.layers, units.after]
+
+
+def _moments_bytes(states: States, numel: int) -> int:
+    """Of both moments."""
+    if states == "8bit":
+        blocks = -(-numel // BLOCK)
+        return 2 * (pages(blocks * BLOCK) + pages(FP32 * blocks))
+    return 2 * pages({"fp32": 4, "bf16": 2}[states] * numel)
+
+
+def _arriving_bytes(levers: Levers, own: list[int]) -> int:
+    """Gradients in fp32: all of them, where clipping or a loss scale has to know their norm first."""
+    sizes = [pages(FP32 * numel) for numel in own]
+    waits = levers.gradient_clipping or levers.precision == "fp16"
+    return sum(sizes) if waits else min(GRADS, len(sizes)) * max(sizes, default=0)
+
+
+def waiting_bytes(job: MemoryJob) -> int:
+    """What layers keep, of all micro batches of a window, where that waits there."""
+    if not job.depth.offload:
+        return 0
+    count = job.levers.accumulation
+    if job.depth.select:
+        return count * job.acts.host_kept
+    return sum([count * pages(turn.keeps) for turn in _turns_of(job) if turn.whole and turn.keeps])
+
+
+def pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE

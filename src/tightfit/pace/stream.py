@@ -1,0 +1,302 @@
+"""Seconds of a step in which layers come from the host in turn (`train/engines/stream.py`).
+
+Four work beside each other: the GPU, copies to it, copies from it, and the host's optimizer. Which of them waits for
+which is followed unit by unit, through one step, from the top of the backward pass to the loss of the next forward
+pass. There nothing is under way, so that a step takes as long as the next:
+
+- Backwards a layer that streams comes into the slot that the last but one has left: it is there as soon as the slot is
+  free and the link has brought it. The two at the top are there still. A layer's gradients leave once they are summed
+  up over the GPUs, and a layer begins when those of the last but one have left.
+- Clipping needs the norm of all gradients, so the optimizer begins when the last of them has arrived, with the unit
+  that the forward pass wants first. Without it, and without a loss scale, each unit is updated as it arrives.
+- Forwards each unit that trains comes anew, whether it stays on the GPU or not, as soon as it is updated; of frozen
+  layers those that stream, but for the lowest two, which are there still.
+- What layers keep may wait on the host: it leaves behind the forward pass and comes back before the other, micro batch
+  by micro batch.
+
+All micro batches pass through a layer while it is there, so bytes on the link do not grow with their number. Copies in
+both directions are taken not to slow each other, nor the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from tightfit.memory.activations import activations_at, setting_of
+from tightfit.memory.units import GRADS, SLOTS, Unit, stays, units_of
+from tightfit.pace import engines
+from tightfit.pace import rates as constants
+from tightfit.pace.engines import FP32, WIDENING_BYTES
+from tightfit.pace.rates import Rates
+from tightfit.pace.work import ELEMENTWISE, LayerTime, frozen_of, head_time, layer_time, passes_of, recompute_time
+from tightfit.types import DDP, Cause, Checkpointing, Hardware, Levers, ModelShape
+
+AHEAD = 2  # micro batches whose activations are on the GPU while they leave for the host or come from there
+
+
+class Turn(NamedTuple):
+    """What a step does with one unit: seconds of all micro batches together."""
+
+    forward: float
+    back: float | None  # None: nothing below needs a gradient
+    streams: bool
+    trains: bool
+    up: float  # its weights on their way to the GPU
+    down: float  # its gradients, or this GPU's share of them, on their way to the host
+    summed: float  # before that, over all GPUs
+    updated: float
+    sent: float  # what it keeps, on its way to the host, and back as long
+
+
+def follow(turns: Sequence[Turn], *, waits: bool, through_host: bool, ahead: float) -> float:
+    """Seconds from one loss to the next. `waits`: the optimizer begins when all gradients are there; `through_host`:
+    gradients are summed up over the link to the host; `ahead`: the share of a layer's micro batches that are on the
+    GPU beside the one that is computed."""
+    streamed = [index for index, turn in enumerate(turns) if turn.streams]
+    slots = max(1, min(SLOTS, len(streamed)))
+    slot_of = {index: number % slots for number, index in enumerate(streamed)}
+    there = {slot_of[index]: index for index in streamed[-slots:]}  # the unit in each slot
+    free = [0.0] * slots  # since when each may be filled
+    gpu = up = down = ring = began = 0.0
+    arrived, left = [0.0] * len(turns), [0.0] * GRADS
+    for index in range(len(turns) - 1, -1, -1):
+        turn = turns[index]
+        if turn.back is None:
+            break
+        ready = gpu
+        if turn.streams and there[slot_of[index]] != index:
+            up = max(up, free[slot_of[index]]) + turn.up
+            there[slot_of[index]], ready = index, max(gpu, up)
+        if turn.trains:
+            ready = max(ready, left[-GRADS])
+        if turn.sent:
+            up = max(up, gpu - ahead * (gpu - began)) + turn.sent
+        began, gpu = ready, ready + turn.back
+        if turn.sent:
+            gpu = max(gpu, up)
+        if turn.trains:
+            if through_host:
+                down = max(down, gpu) + turn.summed + turn.down
+            else:
+                ring = max(ring, gpu) + turn.summed
+                down = max(down, ring) + turn.down
+            arrived[index] = down
+            left.append(down)
+        if turn.streams:
+            free[slot_of[index]] = gpu
+    trained = [index for index, turn in enumerate(turns) if turn.trains]
+    done, host = [0.0] * len(turns), max(gpu, down) if waits else 0.0
+    for index in trained if waits else reversed(trained):
+        host = max(host, arrived[index]) + turns[index].updated
+        done[index] = host
+    for index, turn in enumerate(turns):
+        ready = gpu
+        if turn.trains or (turn.streams and there[slot_of[index]] != index):
+            if turn.streams:
+                there[slot_of[index]] = index
+                up = max(up, free[slot_of[index]])
+            up = max(up, done[index]) + turn.up
+            ready = max(gpu, up)
+        gpu = ready + turn.forward
+        if turn.sent:
+            down = max(down, ready) + turn.sent
+            gpu = max(gpu, down - ahead * turn.sent)
+        if turn.streams:
+            free[slot_of[index]] = gpu
+    return gpu
+
+
+class _Busy(NamedTuple):
+    """Seconds of one micro batch."""
+
+    gpu: float
+    host: float
+
+    @property
+    def longest(self) -> float:
+        return max(self.gpu, self.host)
+
+
+class _Kind(NamedTuple):
+    """One kind of layer, or the ends together, and one micro batch."""
+
+    forward: _Busy
+    back: _Busy
+    light: _Busy  # backwards where other layers recompute, and of this one elementwise work alone
+    again: _Busy  # backwards where it recomputes
+
+    def back_at(self, index: int, recomputing: int) -> _Busy:
+        """Of the layer with this number, where the lowest so many recompute."""
+        if index < recomputing:
+            return self.again
+        return self.light if recomputing else self.back
+
+
+class StreamClock:
+    """Step times of one way of computing, with some layers that recompute and some that stay on the GPU."""
+
+    def __init__(
+        self, shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool = False
+    ) -> None:
+        self.shape, self.levers, self.hardware, self.rates = shape, levers, hardware, rates
+        self.units, self.micro_batches = units_of(shape, levers), levers.accumulation
+        self.setting = setting_of(levers, hardware.gpu, shape.model_type)
+        # What trains beside the layers does so as under ddp.
+        adapters = replace(levers, engine=DDP, checkpointing=Checkpointing(layers=0))
+        self.traffic = engines.traffic(shape, adapters, hardware, rates, rehearsal=rehearsal)
+        self.step = engines.StepTime(0.0, 0.0, 0.0, 0.0)
+        self.added = self.reduced = 0.0
+        if levers.method != "full":
+            self.step = engines.step(shape, adapters, hardware, rates, rehearsal=rehearsal)
+            self.added, self.reduced = (self.micro_batches - 1) * self.traffic.added, self.traffic.reduced
+        self._kinds: dict[tuple[str, ...], list[_Kind]] = {}
+        self._link = engines.Links(hardware, rates, rehearsal)
+
+    def seconds(self, depth: Checkpointing, resident: int) -> float:
+        turns = self.turns(depth, resident)
+        return self.follow(turns) + self.slowed_s(turns) + self.added + self.reduced + sum(self.step)
+
+    def follow(self, turns: Sequence[Turn]) -> float:
+        return follow(
+            turns,
+            waits=waits_for_norm(self.levers),
+            through_host=self.traffic.shares_host,
+            ahead=min(1.0, AHEAD / self.micro_batches),
+        )
+
+    def slowed_s(self, turns: Sequence[Turn]) -> float:
+        """What copies take from the computation beside which they run."""
+        copied = sum([turn.up * (2 if turn.streams else turn.trains) + turn.down + 2 * turn.sent for turn in turns])
+        return constants.SENT_COST * min(copied, sum([turn.forward + (turn.back or 0.0) for turn in turns]))
+
+    def turns(self, depth: Checkpointing, resident: int) -> list[Turn]:
+        shape, units, frozen = self.shape, self.units, frozen_of(self.levers)
+        *kinds, ends = self._kinds_of(depth.select)
+        again = shape.n_layers if depth.layers is None else depth.layers
+        sent = self._sent_s(depth, again - frozen) if depth.offload and again > frozen else 0.0
+        nothing = _Busy(0.0, 0.0)
+        found = [self._turn(units.before, nothing, None if frozen else nothing, streams=False)]
+        for index, kind in enumerate(shape.pattern):
+            time, back = kinds[kind], None
+            if index >= frozen:
+                back = time.back_at(index, again)
+            streams = not stays(index, resident, shape.n_layers)
+            turn = self._turn(units.layers[index], time.forward, back, streams=streams)
+            found.append(turn._replace(sent=sent) if sent and frozen <= index < again else turn)
+        found.append(self._turn(units.after, ends.forward, ends.back, streams=False))
+        return found
+
+    def recomputed_s(self, depth: Checkpointing) -> float:
+        """Of one micro batch, on the GPU."""
+        kinds, frozen = self._kinds_of(depth.select), frozen_of(self.levers)
+        again = self.shape.n_layers if depth.layers is None else depth.layers
+        layers = [(index, kinds[kind]) for index, kind in enumerate(self.shape.pattern) if index >= frozen]
+        return sum([time.back_at(index, again).gpu - time.back.gpu for index, time in layers])
+
+    def _turn(self, unit: Unit, forward: _Busy, back: _Busy | None, *, streams: bool) -> Turn:
+        count, trained, rates, ranks = self.micro_batches, unit.trained, self.rates, self.hardware.world
+        back_s = None if back is None else count * back.longest
+        if not trained:
+            up = unit.bytes / rates.host_link if streams else 0.0
+            return Turn(count * forward.longest, back_s, streams, False, up, 0.0, 0.0, 0.0, 0.0)
+        return Turn(
+            forward=count * forward.longest,
+            back=(back_s or 0.0) + self.summing_s(unit),
+            streams=streams,
+            trains=True,
+            up=unit.bytes / rates.host_link,
+            down=FP32 * -(-trained // ranks) / rates.host_link,
+            summed=self._link.ring(FP32 * trained, ranks) + self._link.latency(1),
+            updated=update_s(trained, self.levers, self.hardware, rates),
+            sent=0.0,
+        )
+
+    def summing_s(self, unit: Unit) -> float:
+        """Gradients of all micro batches added to zeros, and their norm."""
+        moved = unit.trained * (self.micro_batches * WIDENING_BYTES + 2 * FP32)
+        return moved / self.rates.card.memory
+
+    def _sent_s(self, depth: Checkpointing, layers: int) -> float:
+        levers = self.levers
+        kept = activations_at(depth, self.shape, self.setting, levers.frozen_layers, levers.loss == "fused").host_kept
+        return self.micro_batches * kept / layers / self.rates.host_link
+
+    def _kinds_of(self, select: tuple[str, ...]) -> list[_Kind]:
+        """Each kind of layer, and last the ends of the model."""
+        if select not in self._kinds:
+            shape, setting, card = self.shape, self.setting, self.rates.card
+            fused, trains_head = self.levers.loss == "fused", setting.trains_head(tied=shape.tied)
+            times = [layer_time(block, shape.hidden_size, setting, card) for block in shape.blocks]
+            ends = head_time(shape, setting, card, fused, trains_head)
+            passes = passes_of(shape, self.levers, self.hardware.gpu, self.rates, recomputing=0)
+            self._kinds[select] = [self._kind(time, passes.throttle, select) for time in (*times, ends)]
+        return self._kinds[select]
+
+    def _kind(self, time: LayerTime, throttle: float, select: tuple[str, ...]) -> _Kind:
+        launch = self.rates.launch
+
+        def busy(products: float, others: float, host: float) -> _Busy:
+            return _Busy(throttle * products + others, launch * host)
+
+        def add(one: _Busy, products: float, others: float, host: float) -> _Busy:
+            more = busy(products, others, host)
+            return _Busy(one.gpu + more.gpu, one.host + more.host)
+
+        called = time.host + constants.STREAM_CALL_S, time.host_back + constants.STREAM_CALL_S
+        forward = busy(time.products, time.traffic + time.unpacking, called[0])
+        back = busy(time.products_back, time.traffic_back + time.unpacking, called[1])
+        if not select:  # as a whole, which the engine itself sees to
+            return _Kind(forward, back, back, _Busy(back.gpu + forward.gpu, back.host + forward.host))
+        light, once = recompute_time(time, ELEMENTWISE), recompute_time(time, select)
+        lighter = add(back, 0.0, light.others, light.host) if time.lightens else back
+        return _Kind(forward, back, lighter, add(back, *once))
+
+
+def waits_for_norm(levers: Levers) -> bool:
+    """Whether no unit is updated before all gradients are there: to be clipped, or to be thrown away with a loss scale
+    that was too high."""
+    return levers.gradient_clipping or levers.precision == "fp16"
+
+
+def update_s(trained: int, levers: Levers, hardware: Hardware, rates: Rates) -> float:
+    """Of so many elements, shared out over the ranks of the host."""
+    return -(-trained // hardware.world) * _update_bytes(levers) / rates.host_optimizer
+
+
+def _update_bytes(levers: Levers) -> int:
+    """Of host memory that the update of one parameter reads and writes: its gradient in fp32, its moments, its fp32
+    copy, and its weight in the working precision."""
+    moments = {"fp32": 16, "bf16": 8, "8bit": 4}[levers.states]
+    if levers.precision == "fp32":
+        return FP32 + moments + 8
+    return FP32 + moments + (8 + 2 if levers.master_weights else 2 * 2)
+
+
+def list_causes(
+    shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool
+) -> list[tuple[Cause, float]]:
+    """What a step takes; a wait is put down to what would end it: the optimizer first, then the other GPUs, then the
+    link."""
+    clock = StreamClock(shape, levers, hardware, rates, rehearsal=rehearsal)
+    count, depth = levers.accumulation, levers.checkpointing
+    passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=0)
+    recomputed, turns = count * clock.recomputed_s(depth), clock.turns(depth, levers.resident)
+    step_s, alone_s = clock.follow(turns), sum([turn.forward + (turn.back or 0.0) for turn in turns])
+    updated_s = clock.follow([turn._replace(updated=0.0) for turn in turns])
+    summed_s = clock.follow([turn._replace(updated=0.0, summed=0.0) for turn in turns])
+    added = sum([clock.summing_s(unit) for unit in (clock.units.before, *clock.units.layers, clock.units.after)])
+    gpu = count * (passes.forward_gpu + passes.back_gpu) + recomputed + added
+    return [
+        ("arithmetic", count * (passes.products + passes.products_back)),
+        ("memory traffic", count * (passes.traffic + passes.traffic_back) + added + clock.added),
+        ("dequantisation", count * (passes.unpacking + passes.unpacking_back)),
+        ("recomputation", recomputed),
+        ("launch overhead", alone_s - gpu),
+        ("host optimizer", step_s - updated_s),
+        ("communication", updated_s - summed_s + clock.reduced),
+        ("host link", summed_s - alone_s + clock.slowed_s(turns)),
+        ("optimizer", clock.step.gpu),
+        ("launch overhead", clock.step.host),
+    ]

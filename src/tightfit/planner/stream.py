@@ -1,0 +1,175 @@
+"""The fastest way to stream the layers of one corner: how many recompute, and how many stay on the GPU.
+
+Both want the card's memory. A layer that stays spares the link its weights, a layer that recomputes makes room for it
+and costs arithmetic. At each depth of checkpointing the most layers that fit are the fastest, and of a range of depths
+none is faster than its shallowest would be with as many as fit at its deepest. So ranges are halved as long as that is
+less than the best yet, which most often is nowhere near all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from tightfit.inputs.flags import BARE
+from tightfit.memory import Scale
+from tightfit.memory.activations import setting_of
+from tightfit.memory.overhead import ALLOCATOR_SLACK
+from tightfit.memory.units import layer_bytes, stays, units_of
+from tightfit.pace import TIE_S
+from tightfit.pace.rates import rates_of
+from tightfit.pace.stream import StreamClock, update_s, waits_for_norm
+from tightfit.pace.work import frozen_of, least_products_s
+from tightfit.planner.candidates import Corner
+from tightfit.planner.ladder import FULL, Ladder, Sizes
+from tightfit.planner.question import Question, weight_of
+from tightfit.types import Checkpointing, Levers
+
+
+def keep_enough(question: Question, levers: Levers) -> Levers:
+    """With as few layers on the GPU as will do: none, unless the host has no room for them all."""
+    ram, shape = question.hardware.host_ram_bytes, question.shape
+    if ram is None or "resident" in question.pinned or levers.method == "full":  # which has all of them there
+        return levers
+    missing = Scale(shape, levers, question.hardware).steady(FULL).host - ram
+    layers = units_of(shape, levers).layers
+    for resident in range(len(layers) + 1):
+        held = sum([unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))])
+        if held >= missing:
+            return replace(levers, resident=resident)
+    return levers
+
+
+def least_s(question: Question, levers: Levers) -> float:
+    """No way of streaming takes less: the arithmetic, of which at least half is the backward pass; beside that the
+    optimizer, where it waits for all gradients, cannot run."""
+    shape, hardware = question.shape, question.hardware
+    rates, ranks = rates_of(hardware, levers.precision), levers.data_ranks(hardware.world)
+    batch = replace(levers, micro_batch=question.effective_batch // ranks)
+    arithmetic = least_products_s(
+        shape, setting_of(batch, hardware.gpu, shape.model_type), rates.card, frozen_of(levers)
+    )
+    if levers.trains_base and waits_for_norm(levers):
+        units = units_of(shape, levers)
+        trained = sum([unit.trained for unit in (units.before, *units.layers, units.after)])
+        return arithmetic / 2 + max(arithmetic / 2, update_s(trained, levers, hardware, rates))
+    return arithmetic
+
+
+def race(
+    question: Question, corners: Iterable[Corner], sizes: Sizes, timed: set[float], most_s: float
+) -> Levers | None:
+    """The fastest that fits, in no more than this; None: there is none. Corners are taken in the order of what they
+    take at least: with nothing recomputed and nothing to wait for."""
+    best: Levers | None = None
+    runners = [Runner(question, corner, sizes) for corner in corners]
+    waiting = [(runner.least_s, number) for number, runner in enumerate(runners)]
+    timed.update(least_s for least_s, _ in waiting)
+    heapify(waiting)
+    while waiting and waiting[0][0] <= most_s + TIE_S:
+        bound, number = heappop(waiting)
+        runner = runners[number]
+        if runner.raise_least() > bound:
+            if runner.least_s < inf:
+                heappush(waiting, (runner.least_s, number))
+            continue
+        found = runner.find_fastest(most_s, timed)
+        if found is not None:
+            most_s, best = found
+    return best
+
+
+class Runner:
+    """One corner in the race."""
+
+    def __init__(self, question: Question, corner: Corner, sizes: Sizes) -> None:
+        self.question, self.corner, self.sizes = question, corner, sizes
+        shape, hardware = question.shape, question.hardware
+        self.clock = StreamClock(shape, corner.levers, hardware, rates_of(hardware, corner.rest.precision))
+        self.ladder = Ladder(question, corner, sizes)
+        self.layers = units_of(shape, corner.rest).layers
+        pinned = "resident" in question.pinned
+        self.least, self.most = corner.rest.resident, corner.rest.resident if pinned else shape.n_layers
+        self.least_s = self.clock.seconds(BARE if corner.searched else corner.rest.checkpointing, self.most)
+
+    def raise_least(self) -> float:
+        """What it takes at least, as far as floors can tell where it may fit; infinite: nowhere."""
+        if self.corner.searched:
+            depth = self.ladder.first_thinkable()
+            shallowest = None if depth is None else self.ladder.depth_at(depth)
+            self.least_s = inf if shallowest is None else self.clock.seconds(shallowest, self.most)
+        return self.least_s
+
+    def find_fastest(self, most_s: float, timed: set[float]) -> tuple[float, Levers] | None:
+        """Its seconds, no more than this, and its levers."""
+        first = self.ladder.first_fit()
+        if first is None:
+            return None
+        best: tuple[float, Levers] | None = None
+
+        def consider(depth: Checkpointing) -> int:
+            """How many layers may stay; if it is the fastest yet, it is the best."""
+            nonlocal best, most_s
+            resident = self.count_resident(depth)
+            if resident is None:
+                return self.least
+            seconds = self.clock.seconds(depth, resident)
+            timed.add(seconds)
+            if seconds <= most_s + TIE_S and (best is None or seconds < best[0]):
+                most_s = seconds
+                best = seconds, replace(self.corner.levers, checkpointing=depth, resident=resident)
+            return resident
+
+        depths = self.ladder.list_depths()
+        low = depths.index(first)
+        if self.least == self.most:
+            consider(first)
+            return best
+        if first.offload and self.corner.is_whole:  # after all other depths
+            consider(first)
+            return best
+        if self.ladder.offloads:
+            *depths, aside = depths
+            consider(aside)
+        high = len(depths) - 1
+        resident = {index: consider(depths[index]) for index in {low, high}}
+        spans = [(low, high)]
+        while spans:
+            low, high = spans.pop()
+            if high - low < 2:
+                continue
+            if self.clock.seconds(depths[low + 1], max(resident[low], resident[high])) >= most_s:
+                continue
+            middle = (low + high) // 2
+            resident[middle] = consider(depths[middle])
+            spans += [(middle, high), (low, middle)]
+        return best
+
+    def count_resident(self, depth: Checkpointing) -> int | None:
+        """The most layers that may stay on the GPU; None: it does not fit whatever stays."""
+        if not self.fits(depth, self.least):
+            return None
+        if self.least == self.most:
+            return self.least
+        scale, limit = self.ladder.scale, self.question.gpu_limit_bytes
+        spare = (limit - weight_of(self.question, scale, depth).required) / (1 + ALLOCATOR_SLACK)
+        own = layer_bytes(self.layers, self.least)
+        low, high = self.least, self.most  # the first fits
+        guess = next((count for count in range(high, low, -1) if layer_bytes(self.layers, count) - own <= spare), low)
+        for count in (guess, guess + 1):  # most often the answer lies between them
+            if low < count <= high:
+                low, high = (count, high) if self.fits(depth, count) else (low, count - 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(depth, middle) else (low, middle - 1)
+        return low
+
+    def fits(self, depth: Checkpointing, resident: int) -> bool:
+        scale = self.ladder.scale
+        if resident != self.least:
+            scale = Scale(self.question.shape, replace(self.corner.levers, resident=resident), self.question.hardware)
+        weight = weight_of(self.question, scale, depth)
+        self.sizes.add((weight.required, weight.host))
+        return not weight.excess
