@@ -51,7 +51,7 @@ def find_balanced(question: Question, race: list[tuple[Corner, list[float]]], mo
     for corner, times in sorted(race, key=lambda each: each[1][0]):
         ladder = Ladder(question, corner, set())
         for index in reversed(range(min(bisect_left(times, most_s), len(ladder.depths)))):
-            levers = ladder.at_index(index)
+            levers = ladder.at(ladder.depth_at(index))
             if not _has_room(question, ladder.scale, levers):
                 break
             found = balance(question, levers)
@@ -64,7 +64,7 @@ def find_balanced(question: Question, race: list[tuple[Corner, list[float]]], mo
 
 def can_be_balanced(question: Question, ladder: Ladder) -> bool:
     """Whether it fits so with all layers that recompute."""
-    levers = ladder.at_index(ladder.last)
+    levers = ladder.at(ladder.depth_at(ladder.last))
     return _has_room(question, ladder.scale, levers) and not balance(question, levers).excess
 
 

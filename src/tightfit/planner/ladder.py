@@ -119,9 +119,6 @@ class Ladder:
     def at(self, depth: Checkpointing) -> Levers:
         return replace(self.corner.levers, checkpointing=depth)
 
-    def at_index(self, index: int) -> Levers:
-        return self.at(self._depth(index))
-
     @property
     def offloads(self) -> bool:
         """After all layers recompute, their inputs may wait on the host."""
