@@ -199,8 +199,7 @@ def test_no_split_that_fits_is_faster(gpus: int, stages: int, flags: dict[str, A
     needs = [memory.estimate(SMALL, each, 8, question.hardware).gpu.required_bytes for each in splits]
     times = [step_seconds(SMALL, each, question.hardware) for each in splits]
     least, even = min(needs), memory.estimate(SMALL, asked, 8, question.hardware).gpu.required_bytes
-    tightest = (least + 2**20,) if stages == 1 else ()  # among the stages of one GPU no layer is moved
-    for card in (least - 2**20, *tightest, (least + even) // 2, even - 2**20, 2 * even):
+    for card in (least - 2**20, least + 2**20, (least + even) // 2, even - 2**20, 2 * even):
         question = ask(card)
         found = balance(question, asked)
         fitting = [seconds for seconds, need in zip(times, needs, strict=True) if need <= card]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from tightfit.memory import Scale
@@ -23,6 +24,7 @@ from tightfit.planner.ladder import Ladder
 from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.types import Levers
 
+MANY_STAGES = 8  # above which not every pair of them is tried
 LEAST_GAIN = 0.002  # of a step: for less no layer is moved from where arithmetic has it
 
 
@@ -103,15 +105,21 @@ def _price(question: Question, levers: Levers, counts: list[int]) -> Cut:
 
 
 def _moves(counts: list[int], giver: int, gpus: int) -> Iterator[list[int]]:
-    """A layer of the giver's longest stage goes to the shortest stage of another GPU; of those that are alike to the
-    last, which has fewest micro batches in hand."""
-    own = max(range(giver, len(counts), gpus), key=lambda stage: counts[stage])
-    if counts[own] == 1:
-        return
+    """A layer of the giver goes to another stage: of GPUs that are alike to the last's, which has fewest micro batches
+    in hand. In a pipeline of many stages it goes from a GPU's longest to another's shortest."""
+
+    def count(stage: int) -> int:
+        return counts[stage]
+
     takers = {(tuple(counts[place::gpus]), place == 0, place == gpus - 1): place for place in range(gpus)}
-    for place in set(takers.values()) - {giver}:
-        stage = min(range(place, len(counts), gpus), key=lambda each: counts[each])
-        moved = counts.copy()
-        moved[own] -= 1
-        moved[stage] += 1
-        yield moved
+    stages_of = {place: range(place, len(counts), gpus) for place in {*takers.values(), giver}}
+    sources, targets = list(stages_of[giver]), [stage for stages in stages_of.values() for stage in stages]
+    if len(counts) > MANY_STAGES:
+        sources = [max(sources, key=count)]
+        targets = [min(stages, key=count) for place, stages in stages_of.items() if place != giver]
+    for source, target in product(sources, targets):
+        if counts[source] > 1 and target != source:
+            moved = counts.copy()
+            moved[source] -= 1
+            moved[target] += 1
+            yield moved
