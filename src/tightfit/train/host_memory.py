@@ -43,7 +43,7 @@ class HostMemory:
         with suppress(OSError, AttributeError):  # it is faster with them, no more
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.taken += length
-        made = torch.frombuffer(pages, dtype=torch.uint8)
+        made = torch.frombuffer(pages, dtype=torch.uint8).fill_(0)  # by all cores: the driver would touch page by page
         if lock and self._locks and not register(made, self._device):
             raise ConfigError(Message("train.cannot-lock-all", gib=self.taken / 2**30))
         return made[:size]

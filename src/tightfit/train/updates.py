@@ -15,6 +15,7 @@ the new weights where all of them read. A counter for each rank and unit, which 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.inputs.surroundings import cores
-from tightfit.memory.units import stays
 from tightfit.train.host_adam import find_host_adam
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.host_states import HostStates, Staging
@@ -36,6 +36,8 @@ from tightfit.train.place import Place
 from tightfit.train.streaming import Part, Stream, Unit, copy
 from tightfit.types import Levers
 
+SWITCH_S = 2e-4
+"""The thread that updates has much to launch, and so has the one that feeds the GPU: each gets Python's lock back sooner."""
 LOOK_S = 2e-4  # between two looks at how far other ranks are
 
 
@@ -51,25 +53,20 @@ class Updates:
         self.next_rate = 0.0
         own = HostMemory(place, shared=False)  # of what other ranks do not look at
         self.states: dict[Unit, HostStates] = {}
-        share = share_on_card(levers, place, cores() // self._ranks)
-        through = None
-        if share:
+        on_card, threads = updates_on_card(levers, place, cores() // self._ranks), max(1, cores() // self._ranks)
+        through = kernel = None
+        if on_card:
             dtype = self.units[0].weights.dtype
             through = Staging(place.device, levers.states, master=self.has_masters, dtype=dtype)
-        kernel = find_host_adam(max(1, cores() // self._ranks))
-        self._on_card = {
-            unit
-            for number, unit in enumerate(self.units)
-            if stays(number, round(share * len(self.units)), len(self.units))
-        }
+        else:
+            kernel = find_host_adam(threads)
         for number, unit in enumerate(self.units):
-            on_card = unit in self._on_card
             self.states[unit] = held = HostStates(
                 _cut(unit.decays, *self.share(unit)),
                 levers.states,
                 master=self.has_masters,
                 allocate=partial(own.take, lock=on_card),
-                through=through if on_card else None,
+                through=through,
                 kernel=kernel,
                 seed=number * self._ranks + self._rank,
             )
@@ -97,9 +94,8 @@ class Updates:
         self._launched = 0
         self._last: Any = None  # an event: all gradients of the window are on the host
         self._decided: Future[None] | None = None
-        self._thread, self._card_thread = (
-            ThreadPoolExecutor(1, initializer=_use_cores, initargs=(self._ranks,)) for _ in range(2)
-        )
+        self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
+        sys.setswitchinterval(SWITCH_S)
         self._factor: float | None = None
         for name, param in model.named_parameters():
             if name in self.where:
@@ -206,7 +202,7 @@ class Updates:
             if self._counts is not None:
                 self._counts[self._rank * len(self.units) + number] = turn
 
-        future = (self._card_thread if unit in self._on_card else self._thread).submit(update)
+        future = self._thread.submit(update)
         unit.update = future if self._counts is None else _OfAll(future, self._counts[number :: len(self.units)], turn)
         return future
 
@@ -263,20 +259,11 @@ def _cut(decays: Sequence[tuple[int, float]], low: int, high: int) -> list[tuple
     return found
 
 
-def share_on_card(levers: Levers, place: Place, cores_here: int) -> float:
-    """How much of the weights is updated on the card, where states pass through, beside the cores. The same for every
-    start of a job on a machine: both round a little differently. Narrow states cost a processor too long to widen and
-    to round."""
-    if not place.on_gpu:
-        return 0.0
-    if levers.states != "fp32":
-        return 1.0
+def updates_on_card(levers: Levers, place: Place, cores_here: int) -> bool:
+    """Whether states pass through the card, rather than being updated where they are. Narrow ones cost a processor too
+    long to widen and to round. Of wide ones either way moves all bytes through the host's memory once, so that both at
+    once are no faster than the faster one: measured, a card behind PCIe 5 updates as many a second as ten cores."""
+    if not place.on_gpu or levers.states != "fp32":
+        return place.on_gpu
     is_fast = torch.cuda.get_device_capability(place.device) >= (9, 0)
-    link = 50e9 if is_fast else 22e9  # bytes/s of PCIe 5 and 4, as they are reached
-    card, host = link / 16, min(5e9, 0.3e9 * cores_here)
-    return card / (card + host)
-
-
-def _use_cores(ranks: int) -> None:
-    """As many as a rank may have: torchrun leaves a process one."""
-    torch.set_num_threads(max(1, cores() // ranks))
+    return cores_here < (10 if is_fast else 5)
