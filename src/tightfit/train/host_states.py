@@ -191,6 +191,8 @@ class Lane:
 
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # whose memory these may have been
         self._room = Piece(
             start=0,
             gradients=torch.empty(STAGED, dtype=torch.float32, device=device),
