@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tightfit.train import host_states
-from tightfit.train.host_states import HostStates, Staging
+from tightfit.train.host_states import CardRoom, HostStates
 from tightfit.types import States
 
 RATE, FACTOR, TURNS = 1e-4, 0.9, 5
@@ -81,7 +81,7 @@ class Bench:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=self._pins)
 
     def ours(
-        self, states: States, piece: int = host_states.PIECE, *, master: bool = True, through: Staging | None = None
+        self, states: States, piece: int = host_states.PIECE, *, master: bool = True, through: CardRoom | None = None
     ) -> Way:
         decays = [(self.elements, 0.1)]
         held = HostStates(decays, states, master=master, allocate=self._allocate, through=through)
@@ -94,7 +94,7 @@ class Bench:
         return update
 
     def card(self, states: States) -> Way:
-        room = Staging(torch.device("cuda"), states, master=True, dtype=torch.bfloat16)
+        room = CardRoom(torch.device("cuda"), states, master=True, dtype=torch.bfloat16)
         return self.ours(states, through=room)
 
     def torch(self, *, fused: bool) -> Way:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tightfit.train import host_states, optimizers
 from tightfit.train.engines import MASTER
-from tightfit.train.host_states import FIRST, SECOND, Bench, HostStates, Staging
+from tightfit.train.host_states import FIRST, SECOND, CardRoom, HostStates, Workbench
 from tightfit.train.optimizers import BETAS, BLOCK, EPS, Which, clip, quantise, read_8bit, write_8bit
 from tightfit.types import States
 
@@ -123,7 +123,7 @@ def test_through_a_cards_room_all_is_the_same(states: States, kept: str) -> None
     """Here the card is the processor: all but its streams."""
     dtype, master = WEIGHTS[kept], kept == "masters"
     ends = []
-    for through in (None, Staging(HOST, states, master=master, dtype=dtype)):
+    for through in (None, CardRoom(HOST, states, master=master, dtype=dtype)):
         held, weights = make(states, master=master, through=through), weights_of(dtype)
         held.start(weights)
         train(held, weights, [0, 11 * BLOCK, ELEMENTS])
@@ -141,7 +141,7 @@ def test_through_a_real_card_all_is_nearly_the_same(states: States, kept: str) -
         pytest.skip("there is no GPU")
     dtype, master = WEIGHTS[kept], kept == "masters"
     ends = []
-    for through in (None, Staging(torch.device("cuda", 0), states, master=master, dtype=dtype)):
+    for through in (None, CardRoom(torch.device("cuda", 0), states, master=master, dtype=dtype)):
         held = HostStates(
             list(zip(SIZES, SHAPES.values(), strict=True)),
             states,
@@ -285,7 +285,7 @@ def test_the_table_finds_what_a_search_finds(kind: str) -> None:
     values = torch.cat([*near, anywhere, anywhere * 1e-5, anywhere * 1e-30, torch.tensor([-0.0, 0.0, 1.0, -1.0])])
     values = nn.functional.pad(values.abs() if kind == SECOND else values, (0, -values.numel() % BLOCK))
     codes = torch.empty(values.numel(), dtype=torch.uint8)
-    host_states.find_nearest(values.clone(), codes, kind, Bench(values.numel(), HOST))
+    host_states.find_nearest(values.clone(), codes, kind, Workbench(values.numel(), HOST))
     assert torch.equal(codes.long(), torch.bucketize(values, borders))
 
 
