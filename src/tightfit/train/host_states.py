@@ -47,6 +47,7 @@ PIECE = BLOCK * 2**12  # elements that are updated at a time on the host
 STAGED = BLOCK * 2**13  # on a card
 LANES = 2  # pieces on a card: one arrives while the other leaves
 STRETCH = 2**20  # elements that read the table of noise from one place on
+ALIGNMENT = 64  # bytes
 LOWER = 15  # bits of a float below those that the table of codes is read by
 FIRST, SECOND = moments("adamw")
 
@@ -117,7 +118,7 @@ class EightBit:
     def widen(self, kind: str, stored: Stored, bench: Bench) -> Tensor:
         codes, scales = stored
         index = bench.take("index", codes.numel(), torch.int64).copy_(codes)
-        wide = torch.gather(numbers_of(kind, codes.device), 0, index, out=bench.take(kind, codes.numel()))
+        wide = look_up(numbers_of(kind, codes.device), index, bench.take(kind, codes.numel()))
         wide.view(-1, BLOCK).mul_(scales[:, None])
         return wide
 
@@ -222,6 +223,24 @@ class Step(NamedTuple):
     rate: float
     number: int  # from 1
     factor: float  # of gradients
+
+
+def pad(size: int) -> int:
+    """Bytes up to where the next tensor of a unit may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def count_bytes(elements: int, states: States, *, master: bool) -> int:
+    """What a unit of so many elements allocates, each tensor at a multiple of `ALIGNMENT`."""
+    total = 0
+
+    def allocate(size: int) -> Tensor:
+        nonlocal total
+        total += pad(size)
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    HostStates([(elements, 0.0)], states, master=master, allocate=allocate)
+    return total
 
 
 class HostStates:
@@ -435,13 +454,19 @@ def numbers_of(kind: str, device: torch.device) -> Tensor:
 
 
 def find_nearest(values: Tensor, codes: Tensor, kind: str, bench: Bench) -> None:
-    """The code of the nearest number for each of `values`, which lie between -1 and 1; it changes them."""
+    """The code of the nearest number for each of `values`, whole blocks of them between -1 and 1; it changes them."""
     keys = _order(values.view(torch.int32), bench.take("sign", values.numel(), torch.int32))
     index = bench.take("index", values.numel(), torch.int64)
     upper = torch.bitwise_right_shift(keys, LOWER, out=bench.take("sign", values.numel(), torch.int32))
     index.copy_(upper).add_(1 << 31 - LOWER)
-    found = torch.gather(_table(kind, values.device), 0, index, out=upper)
+    found = look_up(_table(kind, values.device), index, upper)
     codes.copy_(found.add_(keys.bitwise_and_((1 << LOWER) - 1)).bitwise_right_shift_(LOWER))
+
+
+def look_up(table: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """`table[index]`. Over one dimension torch gathers with a single thread."""
+    torch.gather(table.expand(index.numel() // BLOCK, -1), 1, index.view(-1, BLOCK), out=out.view(-1, BLOCK))
+    return out
 
 
 def _order(bits: Tensor, spare: Tensor) -> Tensor:
