@@ -2,8 +2,8 @@
 
 Everything that trains in a unit lies flat, one parameter after the other. On the host an update walks over it in pieces
 that fit in the processors' caches, so that what comes before and after the fused kernel (moments in another format,
-rounding to the working precision) moves no bytes of its own. Or the pieces pass through a card (`CardRoom`), where there
-is time enough for any format while the link is busy.
+rounding to the working precision) moves no bytes of its own. Or the pieces pass through a card (`CardRoom`), where
+there is time enough for any format while the link is busy.
 
 Ranges begin at multiples of `BLOCK` elements and end there too, or where the unit ends. Torch's kernel computes the
 last few elements of what it is given in another way than the vectors before them, with other roundings; where pieces
@@ -52,6 +52,7 @@ ALIGNMENT = 64  # bytes
 LOWER = 15  # bits of a float below those that the table of codes is read by
 FIRST, SECOND = moments("adamw")
 
+Noise = Callable[[], Tensor]
 Stored = tuple[Tensor, ...]  # a moment as it is kept: its elements and, with 8 bits, a scale for each block
 
 
@@ -74,9 +75,7 @@ class Format(Protocol):
 
     def allocate(self, elements: int, allocate: Callable[[int], Tensor]) -> Stored: ...
     def widen(self, kind: str, stored: Stored, bench: Workbench) -> Tensor: ...
-    def narrow(
-        self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Callable[[], Tensor]
-    ) -> None: ...
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None: ...
     def write(self, kind: str, stored: Stored, values: Tensor) -> None: ...
 
 
@@ -87,7 +86,7 @@ class Fp32:
     def widen(self, kind: str, stored: Stored, bench: Workbench) -> Tensor:
         return stored[0]
 
-    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Callable[[], Tensor]) -> None:
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None:
         pass  # `wide` is what is kept
 
     def write(self, kind: str, stored: Stored, values: Tensor) -> None:
@@ -101,7 +100,7 @@ class Bf16:
     def widen(self, kind: str, stored: Stored, bench: Workbench) -> Tensor:
         return bench.take(kind, stored[0].numel()).copy_(stored[0])
 
-    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Callable[[], Tensor]) -> None:
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None:
         if kind == SECOND:
             round_stochastically(wide, noise(), stored[0])
         else:
@@ -125,7 +124,7 @@ class EightBit:
         wide.view(-1, BLOCK).mul_(scales[:, None])
         return wide
 
-    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Callable[[], Tensor]) -> None:
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None:
         codes, scales = stored
         blocks = wide.view(-1, BLOCK)
         if kind == FIRST:
@@ -294,10 +293,8 @@ class HostStates:
         updated = weights if self._master is None else self._master
         narrow = None if self._master is None else weights
         if self._through is None and self._kernel is not None and _suits(updated, narrow):
-            held = {
-                kind: self._format.widen(kind, stored, Workbench(0, weights.device))
-                for kind, stored in self._held.items()
-            }
+            bench = Workbench(0, weights.device)
+            held = {kind: self._format.widen(kind, stored, bench) for kind, stored in self._held.items()}
             for first, last, decay in self._segments(slice(begin, end)):
                 at = slice(first, last)
                 pair = held[FIRST][at], held[SECOND][at]
