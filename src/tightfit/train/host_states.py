@@ -34,12 +34,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count as count_up
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tightfit.train.engines import MASTER, moments
+from tightfit.train.host_adam import HostAdam, Step
 from tightfit.train.optimizers import BETAS, BLOCK, EPS, quantise
 from tightfit.types import States
 
@@ -219,12 +220,6 @@ class Lane:
             self._stream.synchronize()
 
 
-class Step(NamedTuple):
-    rate: float
-    number: int  # from 1
-    factor: float  # of gradients
-
-
 def pad(size: int) -> int:
     """Bytes up to where the next tensor of a unit may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -254,12 +249,15 @@ class HostStates:
         master: bool,
         allocate: Callable[[int], Tensor],
         through: Staging | None = None,
+        kernel: HostAdam | None = None,
         seed: int = 0,
     ) -> None:
         """`decays`: consecutive segments of the unit, elements and weight decay of each; `allocate` gives so many bytes
         of host memory. Without `master`, the weights themselves are what is updated. `through`: updates happen on a
-        card. `seed` tells the noise of one unit from another's."""
+        card. `kernel`: for fp32 states on the host, in the place of torch's. `seed` tells the noise of one unit from
+        another's."""
         self._decays, self._format, self._through, self._seed = tuple(decays), FORMATS[states], through, seed
+        self._kernel = kernel if states == "fp32" else None
         self.elements = sum(count for count, _ in self._decays)
         self.kinds = (MASTER, FIRST, SECOND) if master else (FIRST, SECOND)
         self._master = allocate(4 * self.elements).view(torch.float32) if master else None
@@ -289,6 +287,18 @@ class HostStates:
         if begin % BLOCK or (end % BLOCK and end != self.elements):
             raise ValueError(f"elements {begin} to {end} are no whole blocks of {BLOCK}")
         taken = Step(rate, step, factor)
+        updated = weights if self._master is None else self._master
+        narrow = None if self._master is None else weights
+        if self._through is None and self._kernel is not None and _suits(updated, narrow):
+            held = {
+                kind: self._format.widen(kind, stored, Bench(0, weights.device)) for kind, stored in self._held.items()
+            }
+            for first, last, decay in self._segments(slice(begin, end)):
+                at = slice(first, last)
+                pair = held[FIRST][at], held[SECOND][at]
+                into = None if narrow is None else narrow[at]
+                self._kernel.update(updated[at], gradients[at], pair, into, taken, decay)
+            return
         if self._through is None:
             bench = Bench(min(PIECE, end - begin), torch.device("cpu"))
             for place in cut(begin, end, PIECE):
@@ -383,6 +393,11 @@ class HostStates:
         for stored in self._held.values():
             for each in stored:
                 each.zero_()
+
+
+def _suits(updated: Tensor, narrow: Tensor | None) -> bool:
+    """Whether the kernel takes these."""
+    return updated.dtype == torch.float32 and (narrow is None or narrow.dtype == torch.bfloat16)
 
 
 def cut(begin: int, end: int, piece: int) -> Iterator[slice]:
