@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from tightfit.inputs.surroundings import cores
 from tightfit.train.host_adam import find_host_adam
 from tightfit.train.host_memory import HostMemory
-from tightfit.train.host_states import HostStates, Staging
+from tightfit.train.host_states import CardRoom, HostStates
 from tightfit.train.optimizers import CLIP_EPS
 from tightfit.train.place import Place
 from tightfit.train.streaming import Part, Stream, Unit, copy
 from tightfit.types import Levers
 
 SWITCH_S = 2e-4
-"""The thread that updates has much to launch, and so has the one that feeds the GPU: each gets Python's lock back sooner."""
+"""The thread that updates has much to launch, and so has the one that feeds the GPU: each gets Python's lock sooner."""
 LOOK_S = 2e-4  # between two looks at how far other ranks are
 
 
@@ -57,7 +57,7 @@ class Updates:
         through = kernel = None
         if on_card:
             dtype = self.units[0].weights.dtype
-            through = Staging(place.device, levers.states, master=self.has_masters, dtype=dtype)
+            through = CardRoom(place.device, levers.states, master=self.has_masters, dtype=dtype)
         else:
             kernel = find_host_adam(threads)
         for number, unit in enumerate(self.units):
