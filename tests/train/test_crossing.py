@@ -30,7 +30,7 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     GROUPS: {"shard_within": 2},
     SHARED: {"sequence_parallel": 2},
     LAYERS: {"tensor_parallel": 2},
-    ROW: {"pipeline_parallel": 2},
+    ROW: {"pipeline_parallel": 2, "stage_layers": "3,1"},
     "fsdp2 interleaved": {"pipeline_parallel": 2, "stages_per_gpu": 2},
     "fsdp2 shares layers in a pipeline": {"pipeline_parallel": 2, "tensor_parallel": 2},
     "fsdp2 shares sequences in a pipeline": {"pipeline_parallel": 2, "sequence_parallel": 2},

@@ -20,6 +20,7 @@ from tightfit.job import Job
 from tightfit.job.file import hardware_of as hardware_of_job
 from tightfit.job.file import job_from_flags, job_from_text, levers_of, model_of, names_in
 from tightfit.job.known import KnownConfig
+from tightfit.memory.pipeline import find_depth_obstacle
 from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, find_checkpoint
@@ -152,6 +153,8 @@ def _resolve(
         chosen.append(Message("desk.fp16-chosen", card=hardware.gpu.name))
     shape, base, said = _inputs(request, world, job, usual)
     levers = levers_from_flags(flags_of(flags), shape, base, world=world)
+    if (obstacle := find_depth_obstacle(shape, levers)) is not None:
+        raise ConfigError(obstacle)
     if hardware is not None and (obstacle := find_stream_obstacle(levers, part_of(hardware, world).nodes)) is not None:
         raise ConfigError(obstacle)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
