@@ -8,7 +8,6 @@ compiling is all that it costs, and leaves nothing behind that the next start wo
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import tempfile
 from functools import cache
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tightfit.inputs.surroundings import inherited
 from tightfit.train.optimizers import BETAS, EPS
 
 FLAGS = "-O3 -march=native -fopenmp -fno-math-errno -fno-trapping-math -shared -fPIC".split()
@@ -63,7 +63,7 @@ class HostAdam:
 @cache
 def find_host_adam(threads: int) -> HostAdam | None:
     """None: there is no compiler, or none that can do it."""
-    compiler = os.environ.get("CC", "cc")
+    compiler = inherited({}).get("CC", "cc")
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         made = Path(folder) / "host_adam.so"
         try:

@@ -120,6 +120,12 @@ class Shard:
             yield self.tensor
 
 
+def find_resting(param: Any) -> Tensor:
+    """What a parameter is between uses: itself, ZeRO-3's part of it, or what is on the host."""
+    resting: Tensor = getattr(param, "ds_tensor", getattr(param, HOME, param))
+    return resting
+
+
 def plain_name(name: str) -> str:
     """The name in the model that was adapted, so that a wrapped model draws and loads the same base."""
     return name.removeprefix(ADAPTED).replace(".base_layer.", ".")

@@ -29,7 +29,7 @@ from tightfit.train.nvme import is_on_nvme
 from tightfit.train.optimizers import BLOCK, Which, read_8bit, write_8bit
 from tightfit.train.place import Place
 from tightfit.train.row_parts import RowParts
-from tightfit.train.shards import Columns, Shard, outline
+from tightfit.train.shards import Columns, Shard, find_resting, outline
 from tightfit.train.ulysses import SequenceParts
 from tightfit.types import Levers, Optimizer, TightfitError
 
@@ -313,7 +313,7 @@ class Engine(ABC):
     def holdings(self) -> HeldHere:
         worked_on, elements, optimizer_on, fair = self._weigh_optimizer()
         shards = list(outline(self.model, self._place.rank))
-        resting = [(shard.parameter, getattr(shard.parameter, "ds_tensor", shard.parameter)) for shard in shards]
+        resting = [(shard.parameter, find_resting(shard.parameter)) for shard in shards]
         return HeldHere(
             weight_bytes=sum(shard.size * shard.parameter.element_size() for shard in shards),
             whole_weight_bytes=sum(shard.numel * shard.parameter.element_size() for shard in shards),

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.train.build import body_of
@@ -48,6 +49,7 @@ class Streamed(ScaledEngine):
         self._lowest = 0 if self._below else next(trains, len(layers))
         """Below it nothing trains, and no gradient is wanted."""
         self._draws = _draws(self.model)
+        self._meet()
 
     def _open(self, unit: Unit | None) -> None:
         """Gradients of it will follow."""
@@ -189,9 +191,15 @@ class Streamed(ScaledEngine):
             return nullcontext()
         return _Drawing(state, self._place.device)
 
+    def _meet(self) -> None:
+        """Nobody changes the weights that all ranks share while another still writes them from outside."""
+        if not self._place.is_alone:
+            dist.barrier()
+
     def go_on(self, counters: Counters, step: int) -> None:
         super().go_on(counters, step)
         self._stream.renew(self._stream.units)
+        self._meet()
 
 
 class _Drawing:
@@ -303,6 +311,7 @@ class StreamWeights(Streamed):
             tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
             self._scaler.load_state_dict(tracked)
         self._stream.renew(self._stream.units)
+        self._meet()
 
     def states(self, *, write: bool) -> Iterator[State]:
         self._updates.settle()
