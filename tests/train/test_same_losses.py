@@ -174,15 +174,17 @@ SLOW = (
         "fsdp2 mamba",
         "zero2 lora",
         "zero3 lora",
+        "fsdp2 lora",
         "zero3 lora in groups",
         "fsdp2",
+        "zero2 offloaded fused",
     ),
     *(way for way in WAYS if "in tiles" in way and way != "zero3 in tiles"),
     *(
         way
         for way in WAYS
         if any(word in way for word in ("shares ", "pipeline"))
-        and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers", "shares experts")
+        and way not in ("fsdp2 shares sequences", "fsdp2 shares layers", "shares experts")
         and way not in ("fsdp2 in a pipeline", "fsdp2 shares layers in a pipeline")
     ),
 )
