@@ -17,10 +17,15 @@ import json
 import sys
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import fast
 
+from tightfit.hardware.named import read_hardware
+from tightfit.inputs.flags import LEVERS, levers_from_flags
+from tightfit.model.load import shape_from_config
+from tightfit.pace import pace
 from tightfit.types import READ_TOGETHER
 
 MEASURED = [Path(f"{rows}.jsonl") for rows in fast.MEMORY]
@@ -428,8 +433,19 @@ def count_gpus(word: str) -> int:
     return prod(map(int, word.split("x")[:-1]))
 
 
+def predict_rank_s(row: dict[str, Any]) -> float:
+    """By today's model what the rehearsed rank computes in a step, in a pipeline its own stages': a plan's own figure
+    has what ranks send each other as well, and is the slowest GPU's."""
+    said = next(each for rows in SETS.values() for name, each in rows.items() if name_of(name) == row["job"])
+    config, layers = said["model"]
+    shape = shape_from_config({**config, "num_hidden_layers": layers}, row["job"])
+    hardware = read_hardware(said.get("gpus", USUAL["gpus"]))
+    levers = {flag: value for flag, value in row["levers"].items() if flag in LEVERS}
+    return pace(shape, levers_from_flags(levers, shape), hardware, rehearsal=True).step_s
+
+
 def compare(args: argparse.Namespace) -> None:
-    errors = []
+    errors, apart = [], []
     for line in args.path.read_text().splitlines():
         row = json.loads(line)
         if "peak_gib" not in row:
@@ -437,10 +453,14 @@ def compare(args: argparse.Namespace) -> None:
             continue
         errors.append(abs(row["predicted_peak_gib"] / row["peak_gib"] - 1))
         signed = row["predicted_peak_gib"] / row["peak_gib"] - 1
-        print(f"{row['job']:45s} {row['peak_gib']:8.3f} → {row['predicted_peak_gib']:8.3f} {signed:+.2%}")
+        rank_s, took_s = predict_rank_s(row), row["median_s"]
+        apart.append(abs(rank_s / took_s - 1))
+        print(f"{row['job']:45s} {row['peak_gib']:8.3f} → {row['predicted_peak_gib']:8.3f} GiB {signed:+.2%}", end="  ")
+        print(f"{took_s:.4f} → {rank_s:.4f} s {rank_s / took_s - 1:+.1%}")
     if errors:
         within = sum(1 for error in errors if error <= 0.005)
-        print(f"{len(errors)} rows, at most {max(errors):.2%}, {within} within 0.5 %")
+        print(f"{len(errors)} rows, at most {max(errors):.2%}, {within} within 0.5 %", end="; ")
+        print(f"seconds {median(apart):.1%} in the median, at most {max(apart):.1%}")
 
 
 def prepare(args: argparse.Namespace) -> None:

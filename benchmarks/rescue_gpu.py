@@ -36,7 +36,7 @@ from tightfit.desk.request import read_request
 from tightfit.formats.target import Target
 from tightfit.memory import estimate
 from tightfit.planner import plan_within
-from tightfit.planner.calibration import Entry, Measured, data_mark, training_of, way_mark
+from tightfit.planner.calibration import Entry, MeasuredPhase, data_mark, training_of, way_mark
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.step_down import NoWay, Shortfall, step_down
 from tightfit.priced import strategy_name
@@ -184,7 +184,7 @@ def entry(request: PlanInput, levers: Levers, errors: Mapping[PhaseName, int]) -
         sequence=levers.sequence,
         day=datetime.now(timezone.utc).date().isoformat(),
         measured=tuple(
-            Measured(
+            MeasuredPhase(
                 where="gpu", phase=name, predicted_bytes=held[name], measured_bytes=held[name] + errors.get(name, 0)
             )
             for name in PHASES

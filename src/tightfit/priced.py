@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.inputs.flags import checkpointing_word
+from tightfit.memory.units import SLOTS, units_of
 from tightfit.messages import Message, Said, text
 from tightfit.types import DDP, FSDP2, STREAM, ZERO3, Engine, Footprint, Hardware, Levers, ModelShape, Pace
 
@@ -140,6 +141,11 @@ def verdict(priced: Priced) -> Message:
     if priced.hardware is None or priced.gpu_spare_bytes is None:
         return Message("price.needs", needed=amounts(need)[0], where=where)
     needed, usable, apart = amounts(need, priced.hardware.gpu.memory_bytes, abs(priced.gpu_spare_bytes))
+    if priced.gpu_spare_bytes < 0 and priced.levers.streams and not priced.levers.resident:
+        layers = units_of(priced.shape, priced.levers).layers
+        largest = max(range(len(layers)), key=lambda number: layers[number].bytes)
+        said = {"count": min(SLOTS, len(layers)), "layer": largest, "size": amounts(layers[largest].bytes)[0]}
+        return Message("price.stream-too-large", needed=needed, usable=usable, where=where, apart=apart, **said)
     if priced.gpu_spare_bytes < 0:
         return Message("price.too-large", needed=needed, usable=usable, where=where, apart=apart)
     if priced.host_spare_bytes is not None and priced.host_spare_bytes < 0:

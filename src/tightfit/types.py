@@ -552,6 +552,12 @@ class Levers:
         "stages of a pipeline on each of its GPUs; several are interleaved, which shortens its idle time (1)",
         most=1_024,
     )
+    stage_layers: str = lever(
+        "",
+        "layers of each stage of a pipeline, from the bottom of the model (as much arithmetic for each)",
+        "what saves memory",
+        form=("N,N,…", r"\d{1,5}(,\d{1,5})*", "inputs.layer-counts"),
+    )
     expert_parallel: int = degree(1, "GPUs that share the experts of each layer, each with some of them (1)")
     compress: Compress = lever(
         "none",
@@ -677,6 +683,11 @@ class Levers:
     @property
     def ranks_per_sample(self) -> int:
         return prod(getattr(self, name) for name in READ_TOGETHER)
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Those of `stage_layers`; none: they follow from the model."""
+        return tuple(map(int, self.stage_layers.split(","))) if self.stage_layers else ()
 
     @property
     def row_parts(self) -> int:

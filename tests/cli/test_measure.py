@@ -13,11 +13,11 @@ import pytest
 
 from tightfit.cli import main
 from tightfit.hardware import measured as measured_room
-from tightfit.hardware.measured import PARTS, Part
+from tightfit.hardware.measured import PARTS, MeasuredPart
 from tightfit.hardware.probes import tools
 from tightfit.messages import Message
 from tightfit.start import measure
-from tightfit.start.measure import Finding, MeasuringNode, find_node, measure_machine
+from tightfit.start.measure import MeasuredSoFar, MeasuringNode, find_node, measure_machine
 from tightfit.types import HardwareError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hardware" / "probes"))
@@ -69,7 +69,7 @@ def test_a_part_that_hangs_is_given_up_and_the_rest_is_measured(monkeypatch: pyt
     assert found.machine.vendor == "cpu"
 
 
-def replace_seconds(part: Part, seconds: float) -> Part:
+def replace_seconds(part: MeasuredPart, seconds: float) -> MeasuredPart:
     return part._replace(budget_s=seconds, quick_s=seconds)
 
 
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_costs_its_part_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def found_by(monkeypatch: pytest.MonkeyPatch, **finding: Any) -> None:
     """The processes have found this."""
-    monkeypatch.setattr(measure, "_run", lambda *_, **__: Finding(**finding))
+    monkeypatch.setattr(measure, "_run", lambda *_, **__: MeasuredSoFar(**finding))
 
 
 def test_what_is_found_is_kept_and_shown(

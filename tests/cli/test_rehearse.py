@@ -20,7 +20,7 @@ from tightfit.cli import main
 from tightfit.cli.rehearse import Rehearsal, verdict_words
 from tightfit.hardware.machine import Device
 from tightfit.runs.records import WorkerFile, worker_file
-from tightfit.screen import Figure
+from tightfit.screen import Comparison
 from tightfit.start.rehearse import choose_device, rehearsed
 from tightfit.types import HardwareError
 
@@ -202,7 +202,7 @@ def test_weights_in_a_folder_are_used(plan_folder: Path, tmp_path: Path) -> None
 
 
 def test_the_verdict_in_words() -> None:
-    peak = Figure(key="peak", name="memory, peak", unit="bytes", predicted=20 * GIB, measured=21 * GIB)
+    peak = Comparison(key="peak", name="memory, peak", unit="bytes", predicted=20 * GIB, measured=21 * GIB)
     found = Rehearsal(
         model="m",
         engine="zero3",

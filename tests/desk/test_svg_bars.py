@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tightfit.desk.svg_bars import LOOKS, Bar, BarLine, Part, bars_svg, phase_bars, plan_bars, scale_of
+from tightfit.desk.svg_bars import LOOKS, Bar, BarLine, BarPart, bars_svg, phase_bars, plan_bars, scale_of
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Job, Machine
 from tightfit.memory import estimate
@@ -18,9 +18,9 @@ from tightfit.types import Levers
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARTS = (
-    Part(kind="weights", label="weights", size_bytes=8 * GIB),
-    Part(kind="activations", label="act<i>vations & more", size_bytes=12 * GIB),
-    Part(kind="never_heard_of", label="new", size_bytes=4 * GIB),
+    BarPart(kind="weights", label="weights", size_bytes=8 * GIB),
+    BarPart(kind="activations", label="act<i>vations & more", size_bytes=12 * GIB),
+    BarPart(kind="never_heard_of", label="new", size_bytes=4 * GIB),
 )
 CARD = BarLine(at_bytes=32 * GIB, label="32.0 GiB card")
 
@@ -61,7 +61,7 @@ def test_it_can_be_read_aloud_and_stands_alone() -> None:
 
 
 def test_what_is_far_too_long_is_cut_and_marked() -> None:
-    huge = Bar(parts=(Part(kind="weights", label="weights", size_bytes=500 * GIB),), lines=(CARD,))
+    huge = Bar(parts=(BarPart(kind="weights", label="weights", size_bytes=500 * GIB),), lines=(CARD,))
     assert scale_of([huge]) == 48 * GIB
     assert "▸" in bars_svg([huge], title="bars", ids="x")
     assert "▸" not in bars_svg([Bar(parts=PARTS, lines=(CARD,))], title="bars", ids="x")

@@ -65,6 +65,12 @@ def test_the_stage_with_the_head_has_fewer_layers() -> None:
     assert len(split_layers(SHAPES["tied"], levers(4))[-1]) < 5
 
 
+def test_stages_have_the_layers_that_were_asked_for() -> None:
+    asked = levers(2, 2, stage_layers="3,9,15,5")
+    assert list(map(len, split_layers(SHAPES["llama"], asked))) == [3, 9, 15, 5]
+    assert [gpu.shape.n_layers for gpu in lay_out(SHAPES["llama"], asked)] == [18, 14]
+
+
 @pytest.mark.parametrize(("gpus", "stages"), ROWS)
 def test_the_order_is_that_of_torch(gpus: int, stages: int) -> None:
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")

@@ -33,9 +33,9 @@ def test_building_the_model_needs_the_card_and_the_steps_the_margin_too() -> Non
     assert gpu.init_peak_bytes <= gpu.peak_bytes
     assert needed_bytes(way.footprint, way.hardware) == gpu.required_bytes
     steps = gpu.required_bytes
-    most = next(held for held in range(card, 0, -(2**20)) if required_bytes(held, way.hardware) <= card)
+    most = next(held for held in range(card, 0, -(2**20)) if required_bytes(held, way.hardware, 1) <= card)
     for held in (most, most + 2**21):
-        init = replace(gpu, init_peak_bytes=held, required_bytes=required_bytes(held, way.hardware))
+        init = replace(gpu, init_peak_bytes=held, required_bytes=required_bytes(held, way.hardware, 1))
         needed = needed_bytes(replace(way.footprint, gpu=init), way.hardware)
         assert needed == (steps if held == most else init.required_bytes)
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import pytest
 
 from tightfit import memory
+from tightfit.desk.estimate import estimated
+from tightfit.desk.request import read_request
 from tightfit.hardware.named import read_hardware
 from tightfit.hardware.words import connect
 from tightfit.inputs.flags import levers_from_flags
 from tightfit.job.file import job_from_flags
-from tightfit.memory import Scale
+from tightfit.memory import Scale, required_bytes
+from tightfit.memory.overhead import COMMUNICATOR_BYTES
 from tightfit.memory.pipeline import count_depths, lay_out
 from tightfit.messages import Message
 from tightfit.model.load import shape_from_config
-from tightfit.pace import KernelChoice, clock_of, pace, step_seconds
-from tightfit.planner import plan
+from tightfit.pace import KernelChoice, clock_of, pace, step_seconds, time_row
+from tightfit.planner import plan, question_of
+from tightfit.planner.balance import balance
+from tightfit.planner.question import Question
 from tightfit.planner.step_down import Shortfall, StepDown, step_down
 from tightfit.types import Checkpointing, ConfigError, Hardware, Levers
 
@@ -149,6 +155,61 @@ def test_the_clock_of_a_search_agrees(compile: str, gpus: int, stages: int) -> N
                 assert times[depth] == pytest.approx(step_seconds(SHAPE, at, hardware), rel=1e-9)
 
 
+def test_a_rehearsal_has_the_seconds_of_the_gpu_that_is_rehearsed() -> None:
+    """The first has 8 layers and is the fullest; the second has 9 and is the slowest."""
+    asked, hardware = levers(4, checkpointing="none", stage_layers="8,9,9,6"), nodes(1)
+    assert memory.estimate(SHAPE, asked, 8, hardware).pipeline_gpu == 0
+    assert max(time_row(SHAPE, asked, hardware)[1], key=lambda each: each.whole).place == 1
+    rehearsed, whole = (pace(SHAPE, asked, hardware, rehearsal=each).causes["arithmetic"] for each in (True, False))
+    assert rehearsed == pytest.approx(8 / 9 * whole, rel=1e-3)
+
+
+# --- layers that are moved ------------------------------------------------------------------------
+
+SMALL = shape_from_config({**LLAMA, "num_hidden_layers": 9}, "llama-2b")
+
+
+def ask(card_bytes: int) -> Question:
+    """Of GPUs with as much memory."""
+    hardware = nodes(1)
+    hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=card_bytes))
+    job = job_from_flags({"model": LLAMA, "seq": 4096, "pipeline_parallel": 4, "margin": 0.0})
+    return question_of(job, SMALL, hardware)
+
+
+def cut(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to share out so many layers, each at least one."""
+    for ends in combinations(range(1, total), parts - 1):
+        yield tuple(end - begin for begin, end in pairwise((0, *ends, total)))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "stages", "flags"),
+    [
+        (4, 1, {"checkpointing": "none"}),
+        (4, 1, {"checkpointing": "full", "loss": "fused"}),
+        (3, 1, {"checkpointing": "layers:1", "method": "lora"}),
+        (2, 2, {"checkpointing": "none", "loss": "fused"}),
+    ],
+)
+def test_no_split_that_fits_is_faster(gpus: int, stages: int, flags: dict[str, Any]) -> None:
+    """Against every split, on cards from those that nothing fits to ample ones."""
+    asked = levers(gpus, stages, **flags)
+    splits = [replace(asked, stage_layers=",".join(map(str, each))) for each in cut(SMALL.n_layers, gpus * stages)]
+    question = ask(2**37)
+    needs = [memory.estimate(SMALL, each, 8, question.hardware).gpu.required_bytes for each in splits]
+    times = [step_seconds(SMALL, each, question.hardware) for each in splits]
+    least, even = min(needs), memory.estimate(SMALL, asked, 8, question.hardware).gpu.required_bytes
+    for card in (least - 2**20, least + 2**20, (least + even) // 2, even - 2**20, 2 * even):
+        question = ask(card)
+        found = balance(question, asked)
+        fitting = [seconds for seconds, need in zip(times, needs, strict=True) if need <= card]
+        assert (found.excess == 0) == bool(fitting), card
+        if fitting:
+            assert found.step_s == pytest.approx(step_seconds(SMALL, found.levers, question.hardware), rel=1e-9)
+            assert found.step_s <= min(fitting) * 1.0001, (card, found.levers.stage_layers)
+
+
 # --- plans ----------------------------------------------------------------------------------------
 
 
@@ -217,6 +278,50 @@ def test_a_row_that_was_asked_for() -> None:
     (default,) = [said for said in found.because if isinstance(said, Message) and said.id == "plan.default-batch"]
     assert str(default).endswith("32 sequences a step, 4 a GPU.")
     assert found.chosen.levers.micro_batch * found.chosen.levers.accumulation == 16
+
+
+def test_a_plan_moves_layers_where_the_split_by_arithmetic_has_no_room() -> None:
+    """In GPUs that hold all of a stage's states, and none that could wait on the host."""
+    flags = {"model": LLAMA, "seq": 4096, "pipeline_parallel": 4, "offload_param": "none"}
+    hardware = read_hardware("8xRTX4090")
+    even = plan(job_from_flags({**flags, "stage_layers": "8,9,9,6"}), SHAPE, hardware)
+    assert even.chosen is None
+    found = plan(job_from_flags(flags), SHAPE, hardware)
+    assert found.chosen is not None
+    assert found.chosen.levers.stage_layers == "7,9,9,7"
+    assert found.chosen.footprint.gpu.required_bytes <= found.chosen.gpu_limit_bytes
+    said = {each.id: str(each) for each in found.chosen.because if isinstance(each, Message)}
+    assert said["plan.row-of-gpus"].startswith("The layers go to 4 GPUs in a row: 7, 9, 9 and 7.")
+    assert said["plan.layers-moved-for-room"].startswith("By arithmetic alone it would be 8, 9, 9 and 6, and one")
+
+
+def test_a_plan_moves_layers_rather_than_recompute_more() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "pipeline_parallel": 4, "method": "lora"}
+    hardware = read_hardware("4xRTX4090")
+    even = plan(job_from_flags({**flags, "stage_layers": "8,9,9,6"}), SHAPE, hardware).chosen
+    found = plan(job_from_flags(flags), SHAPE, hardware).chosen
+    assert even is not None
+    assert found is not None
+    assert even.levers.checkpointing.layers != 0
+    assert (found.levers.checkpointing.layers, found.levers.stage_layers) == (0, "7,9,9,7")
+    assert found.pace.step_s < even.pace.step_s
+
+
+def test_no_stage_recomputes_more_layers_than_the_longest_has() -> None:
+    flags = {"model": "llama-3.1-8b", "engine": "fsdp2", "pipeline_parallel": 4, "checkpointing": "layers:10"}
+    with pytest.raises(ConfigError, match="use layers:9 at most, or full"):
+        plan(job_from_flags(flags), SHAPE, nodes(1))
+    with pytest.raises(ConfigError, match="use layers:9 at most, or full"):
+        estimated(read_request({**flags, "world": 8}))
+    longer = {**flags, "world": 8, "stage_layers": "10,9,9,4"}
+    assert estimated(read_request(longer)).levers.checkpointing.layers == 10
+
+
+def test_every_group_of_a_layout_has_a_communicator_in_what_a_search_requires() -> None:
+    asked, hardware = levers(4, shard_within=2), nodes(1)
+    totals = Scale(SHAPE, asked, hardware).totals(asked.checkpointing)
+    assert totals.require(max(totals.peak, totals.init)) == totals.required
+    assert totals.require(0) - required_bytes(0, hardware, 1) == (asked.groups - 1) * COMMUNICATOR_BYTES
 
 
 def test_a_batch_that_rows_cannot_share() -> None:

@@ -32,7 +32,10 @@ OTHERS: dict[type, tuple[Any, ...]] = {
     tuple[str, ...]: (("q_proj", "v_proj"),),
     NoneType: (None,),
 }
-TEXTS = {"deepspeed_version": ("0.14.5", "0.16.0", "0.17.0", "0.17.2", "0.18.0", "0.19.8")}
+TEXTS = {
+    "deepspeed_version": ("0.14.5", "0.16.0", "0.17.0", "0.17.2", "0.18.0", "0.19.8"),
+    "stage_layers": ("3,1", "1,3"),
+}
 """Words of the levers that take text: one that is new must be given some here."""
 LAYOUTS = {"sequence_parallel", "tensor_parallel", "pipeline_parallel", "stages_per_gpu", "expert_parallel"}
 """Two GPUs can be laid out in two, and not in more."""
@@ -107,7 +110,7 @@ def test_search_prices_what_estimate_prices() -> None:
         for number, (word, levers) in enumerate(words_of(Levers, question.base)):
             name = word.partition("=")[0].partition(".")[0]
             base = replace(levers, lora=None if levers.method == "full" else levers.lora or Lora())
-            if base.stages_per_gpu > 1:
+            if base.stages_per_gpu > 1 or base.stage_layers:
                 base = replace(base, pipeline_parallel=2)
             asked = replace(question, base=base, pinned=frozenset({name}))
             seen[word] = seen.get(word, 0) + compare(asked, number)

@@ -219,7 +219,7 @@ def test_a_scale_weighs_what_an_estimate_does(drawn: tuple[Question, candidates.
 
 def floors_by_depth(question: Question, corner: candidates.Corner, depths: list[Checkpointing]) -> list[int]:
     floor = Scale(question.shape, corner.levers, question.hardware).floor
-    return [required_bytes(max(floor.held(depth)), question.hardware) for depth in depths]
+    return [required_bytes(max(floor.held(depth)), question.hardware, corner.levers.groups) for depth in depths]
 
 
 def needs_by_depth(question: Question, corner: candidates.Corner) -> list[int]:

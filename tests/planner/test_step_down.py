@@ -15,7 +15,7 @@ from small_questions import GIB, ask, built, machine, preset, properties, questi
 from tightfit.job import Allowance, Job, Limits
 from tightfit.pace import pace
 from tightfit.planner import plan
-from tightfit.planner.calibration import Calibration, Entry, Measured, phase_bytes, training_of, way_mark
+from tightfit.planner.calibration import Calibration, Entry, MeasuredPhase, phase_bytes, training_of, way_mark
 from tightfit.planner.candidates import complexity
 from tightfit.planner.certainty import MOST_SLOWER
 from tightfit.planner.plan import Bounds, Plan, Way
@@ -309,7 +309,7 @@ def taught(question: Question, error: int, *, another_way: bool = False) -> Cali
     assert best is not None
     gpu = best.footprint.gpu
     predicted = gpu.phases[gpu.peak_phase].total_bytes
-    measured = Measured(
+    measured = MeasuredPhase(
         where="gpu", phase=gpu.peak_phase, predicted_bytes=predicted, measured_bytes=max(1, predicted + error)
     )
     mark = way_mark(best.levers)

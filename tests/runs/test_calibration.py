@@ -454,7 +454,7 @@ def test_a_cache_that_is_a_file_keeps_nothing(tmp_path: Path) -> None:
 ADD = """
 import sys
 from pathlib import Path
-from tightfit.planner.calibration import Entry, Measured, Training, WayMark
+from tightfit.planner.calibration import Entry, MeasuredPhase, Training, WayMark
 from tightfit.desk.calibration import Calibrations
 folder, number = Path(sys.argv[1]), sys.argv[2]
 for turn in range(10):
@@ -462,7 +462,7 @@ for turn in range(10):
         training=Training(shape="s", gpu="g", method="full", precision="bf16", optimizer="adamw"),
         way=WayMark(engine=f"{number}-{turn}", offload_optimizer="none", offload_param="none", checkpointing="none"),
         data="d", sequence=1, day="2026-01-01",
-        measured=(Measured(where="gpu", phase="loss", predicted_bytes=1, measured_bytes=2),),
+        measured=(MeasuredPhase(where="gpu", phase="loss", predicted_bytes=1, measured_bytes=2),),
     )
     assert Calibrations(folder).add(entry)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -228,6 +229,29 @@ def test_every_layout_across_two_namespaces(
     assert trained.actions == ["same plan"]
     assert sorted(trained.losses) == sorted(undisturbed.losses)
     assert trained.losses == pytest.approx(undisturbed.losses, rel=1e-5)
+    assert trained.left_behind() == []
+
+
+MIXTRAL = {"model_type": "mixtral", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+           "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+           "num_experts_per_tok": 2, "max_position_embeddings": 512}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_experts_across_two_namespaces(tmp_path_factory: pytest.TempPathFactory, link: Link) -> None:
+    """Each node has some of every layer's experts, so that rows of tokens cross the link."""
+    folder = tmp_path_factory.mktemp("experts")
+    model = folder / "config.json"
+    model.write_text(json.dumps(MIXTRAL))
+    words = ("--model", str(model))
+    whole, code, _ = TwoNodes(tmp_path_factory.mktemp("whole"), free_port()).train(*words)
+    assert (whole.code, code) == (0, 0), whole.err
+    nodes = TwoNodes(folder, 29650, link.ADDRESSES[0], link.namespaces)
+    faults = "kill@rank=3,stage=forward,step=5"
+    trained, code, _ = nodes.train(*words, "--expert-parallel", "4", faults=faults)
+    assert (trained.code, code) == (0, 0), trained.err
+    assert trained.actions == ["same plan"]
+    assert trained.losses == pytest.approx(whole.losses, rel=1e-5)
     assert trained.left_behind() == []
 
 

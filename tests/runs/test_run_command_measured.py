@@ -23,7 +23,7 @@ from tightfit.runs.external.config import ExternalTraining, read_training
 from tightfit.runs.external.process import MemoryPeak
 from tightfit.runs.reservations import Reservation, Reservations
 from tightfit.start import machine as start_machine
-from tightfit.start.external import Known, Planner, prediction
+from tightfit.start.external import KnownTraining, Planner, prediction
 from tightfit.start.machine import wait_for_gpus
 
 GIB = 2**30
@@ -55,9 +55,9 @@ def planner(kept: list[Entry], calibration: Calibration | None) -> Planner:
     return Planner(hardware=parse_hardware("8xA100-80GB"), calibration=calibration, keep=kept.append)
 
 
-def known_by(planner: Planner, external: ExternalTraining) -> Known:
+def known_by(planner: Planner, external: ExternalTraining) -> KnownTraining:
     known = planner.known(external)
-    assert isinstance(known, Known)
+    assert isinstance(known, KnownTraining)
     return known
 
 

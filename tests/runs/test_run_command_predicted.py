@@ -12,7 +12,7 @@ import yaml
 from tightfit.hardware.words import parse_hardware
 from tightfit.runs.external.command import recognise
 from tightfit.runs.external.config import read_training
-from tightfit.start.external import Known, Planner, prediction
+from tightfit.start.external import KnownTraining, Planner, prediction
 
 TRAINER = "args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n"
 SCRIPT = "t.py --model_name_or_path Qwen/Qwen2.5-7B --max_length 1024 --per_device_train_batch_size 1"
@@ -48,14 +48,14 @@ def put(name: str, content: str | dict[str, Any]) -> None:
     path.write_text(content, encoding="utf-8")
 
 
-def known(line: str, gpus: str = "8x80GB", **said: Any) -> Known | str:
+def known(line: str, gpus: str = "8x80GB", **said: Any) -> KnownTraining | str:
     planner = Planner(hardware=parse_hardware(gpus), **said)
     return planner.known(read_training(recognise(tuple(line.split()))))
 
 
-def priced(line: str, gpus: str = "8x80GB", **said: Any) -> Known:
+def priced(line: str, gpus: str = "8x80GB", **said: Any) -> KnownTraining:
     found = known(line, gpus, **said)
-    assert isinstance(found, Known), found
+    assert isinstance(found, KnownTraining), found
     return found
 
 

@@ -453,9 +453,10 @@ def fail_to_compile(graph: Any, inputs: Any) -> Any:
     ("fault", "sentence"),
     [
         ("assemble.find_obstacle = lambda *_: Message('train.no-triton')", "layers run without torch.compile"),
-        (
+        pytest.param(
             "from test_compile import lack_folders as lack; assemble.keep_code = lack",
             "layers run without torch.compile",
+            marks=pytest.mark.slow,
         ),
         ("from test_compile import fail_to_compile as fail; each.BACKEND = fail", "LlamaDecoderLayer runs without"),
     ],

@@ -124,9 +124,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 shares layers of four": {**SHARED_LAYERS, "tensor_parallel": 4, "model": LLAMA},
     "fsdp2 shares layers with norms of heads": {**SHARED_LAYERS, "model": QWEN3, "checkpointing": "select:elementwise"},
     "fsdp2 shares layers with norms on both sides": {**SHARED_LAYERS, "model": GEMMA3, "checkpointing": "full"},
-    "fsdp2 in a pipeline": {**IN_A_ROW},
+    "fsdp2 in a pipeline": {**IN_A_ROW, "stage_layers": "3,1"},
     "fsdp2 in a pipeline of four": {**IN_A_ROW, "pipeline_parallel": 4, "checkpointing": "full"},
-    "fsdp2 in a pipeline, interleaved": {**IN_A_ROW, "stages_per_gpu": 2, "loss": "fused"},
+    "fsdp2 in a pipeline, interleaved": {**IN_A_ROW, "stages_per_gpu": 2, "loss": "fused", "checkpointing": "full"},
     "fsdp2 in a pipeline, fused": {**IN_A_ROW, "precision": "bf16", "loss": "fused", "checkpointing": "select:mlp"},
     "fsdp2 lora in a pipeline": {**IN_A_ROW, **LORA},
     "fsdp2 in a pipeline, in groups": {**IN_A_ROW, "shard_within": 1},
@@ -173,15 +173,17 @@ SLOW = (
         "fsdp2 mamba",
         "zero2 lora",
         "zero3 lora",
+        "fsdp2 lora",
         "zero3 lora in groups",
         "fsdp2",
+        "zero2 offloaded fused",
     ),
     *(way for way in WAYS if "in tiles" in way and way != "zero3 in tiles"),
     *(
         way
         for way in WAYS
         if any(word in way for word in ("shares ", "pipeline"))
-        and way not in ("fsdp2 shares sequences", "zero2 shares sequences", "fsdp2 shares layers", "shares experts")
+        and way not in ("fsdp2 shares sequences", "fsdp2 shares layers", "shares experts")
         and way not in ("fsdp2 in a pipeline", "fsdp2 shares layers in a pipeline")
     ),
 )

@@ -64,7 +64,10 @@ def test_how_to_go_on_is_said_on_the_command_line() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGUSR1, signal.SIGINT))],
+)
 def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: signal.Signals) -> None:
     """In a call of torch's that lasts for half an hour."""
     folder = write_plan(tmp_path, 2, **SMALL)
@@ -90,7 +93,6 @@ def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: si
     assert not (tmp_path / "run" / "errors").exists(), "to be asked is no failure"
 
 
-@pytest.mark.slow
 def prepare_batch(tmp_path: Path, srun: str, **job: Any) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of a batch file, with stand-ins for SLURM's programs."""
     folder = write_plan(tmp_path, 2, **job)
@@ -129,6 +131,7 @@ def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_job_that_slurm_queues_again_goes_on(tmp_path: Path) -> None:
     """The same job is preempted, and runs again with the same number."""

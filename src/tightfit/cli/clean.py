@@ -16,7 +16,7 @@ from tightfit.cli.flags import Parser, pick, print_json
 from tightfit.hardware.probes import probe_cards
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.messages import Message, text
-from tightfit.runs.leftovers import Found, Leftover, ask_to_end, cached_things, end, leftovers, remove
+from tightfit.runs.leftovers import FoundLeftovers, Leftover, ask_to_end, cached_things, end, leftovers, remove
 from tightfit.runs.lines import MIB, size_words
 from tightfit.runs.processes import PROC, mark_of
 from tightfit.runs.watching import processes_of
@@ -126,7 +126,7 @@ def parser() -> Parser:
     return made.ends_with("0", "1", "2")
 
 
-def _find_holders(found: Found) -> list[LockHolder]:
+def _find_holders(found: FoundLeftovers) -> list[LockHolder]:
     """Of this user, and not already among what goes."""
     going = {each.pid for each in found.leftovers}
     ours = {process.pid: run for run in found.live for process in processes_of(run)}
@@ -153,14 +153,14 @@ def _agrees(question: str) -> bool:
     return sys.stdin.readline().strip().lower() == "yes"
 
 
-def _remove_all(found: Found) -> dict[Leftover, str]:
+def _remove_all(found: FoundLeftovers) -> dict[Leftover, str]:
     """What could not go, and why."""
     tried = {leftover: remove(leftover) for leftover in found.leftovers}
     return {leftover: str(why) for leftover, why in tried.items() if why is not None}
 
 
 def report(
-    found: Found, holders: Sequence[LockHolder], failed: dict[Leftover, str], *, removed: bool
+    found: FoundLeftovers, holders: Sequence[LockHolder], failed: dict[Leftover, str], *, removed: bool
 ) -> dict[str, Any]:
     """The contract with programs: the keys here are promised, further ones may come."""
     told = ("kind", "what", "bytes", "pid", "because")

@@ -37,7 +37,7 @@ from tightfit.runs.lines import MILESTONES, size_words
 from tightfit.runs.records import MEMORY, RunFolder, placed
 from tightfit.runs.reservations import Reservation, free_port
 from tightfit.runs.run import Outcome, run
-from tightfit.screen import Figure, draw_figures, draw_list, open_console, open_errors, say
+from tightfit.screen import Comparison, draw_comparisons, draw_list, open_console, open_errors, say
 from tightfit.screen.plan import head_words, waiting
 from tightfit.screen.train import Board, draw_last_lines
 from tightfit.start.machine import reservations
@@ -71,7 +71,7 @@ class Rehearsal:
     cap_bytes: int
     tensor_bytes: int | None  # what of the cap is left for tensors; None: there is no GPU
     steps: int
-    rows: tuple[Figure, ...]
+    rows: tuple[Comparison, ...]
     notes: tuple[str, ...]
     folder: str | None  # where it was kept; None: it was not
     pace: Pace | None = None  # of the plan, with all of its ranks; None: it was written before, or none is claimed
@@ -194,14 +194,14 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
     rows = []
     for mark in tally.marks:
         name = text("screen.memory-at", what=MILESTONES.get(mark.milestone, mark.milestone))
-        rows.append(Figure(mark.milestone, name, "bytes", mark.predicted_bytes, mark.measured_bytes))
+        rows.append(Comparison(mark.milestone, name, "bytes", mark.predicted_bytes, mark.measured_bytes))
     largest = None if probe is None else probe.seconds
     rows += [
-        Figure("peak", text("cli.memory-peak"), "bytes", worker.peak_bytes, peak),
-        Figure("host", text("cli.ram-rank"), "bytes", ready.host_bytes, host),
-        Figure("largest_step_s", text("cli.step-largest-batch"), "seconds", worker.step_s, largest),
-        Figure("step_s", text("cli.step-median"), "seconds", worker.step_s, step_s),
-        Figure("tokens_per_s", text("cli.tokens-second"), "tokens", worker.tokens_per_s, pace),
+        Comparison("peak", text("cli.memory-peak"), "bytes", worker.peak_bytes, peak),
+        Comparison("host", text("cli.ram-rank"), "bytes", ready.host_bytes, host),
+        Comparison("largest_step_s", text("cli.step-largest-batch"), "seconds", worker.step_s, largest),
+        Comparison("step_s", text("cli.step-median"), "seconds", worker.step_s, step_s),
+        Comparison("tokens_per_s", text("cli.tokens-second"), "tokens", worker.tokens_per_s, pace),
     ]
     held, phase = host if ready.device is None else peak, None
     if failure is not None:  # the milestone that was not reached any more
@@ -239,7 +239,7 @@ def report(found: Rehearsal) -> dict[str, Any]:
 def draw_rehearsal(console: Console, found: Rehearsal) -> None:
     """Predicted beside measured, the verdict, and what has to be known about the figures."""
     console.print()
-    draw_figures(console, found.rows, "screen.difference", lambda old, new: f"{100 * (new / old - 1):+.1f} %")
+    draw_comparisons(console, found.rows, "screen.difference", lambda old, new: f"{100 * (new / old - 1):+.1f} %")
     console.print()
     say(console, verdict_words(found), style="bold green" if found.passed else "bold red")
     if found.error is not None:

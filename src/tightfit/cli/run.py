@@ -29,7 +29,7 @@ from tightfit.runs.external.record import FOLDER, ClaimedRun, begin_record, clai
 from tightfit.runs.external.trainer import ExternalTrainer
 from tightfit.runs.run import Signals
 from tightfit.runs.supervise import MAX_ATTEMPTS, Policy, Supervisor
-from tightfit.start.external import Known, Planner, prediction
+from tightfit.start.external import KnownTraining, Planner, prediction
 from tightfit.start.machine import wait_for_gpus
 from tightfit.types import ConfigError, UserError
 
@@ -248,7 +248,7 @@ def _describe(external: ExternalTraining) -> str:
     return text("cli.configured", name=name, files=files) if files else str(name)
 
 
-def _describe_prediction(external: ExternalTraining, known: Known | str) -> str:
+def _describe_prediction(external: ExternalTraining, known: KnownTraining | str) -> str:
     if isinstance(known, str):
         return known
     said = prediction(known)
@@ -257,9 +257,9 @@ def _describe_prediction(external: ExternalTraining, known: Known | str) -> str:
     return said
 
 
-def _start_report(external: ExternalTraining, known: Known | str) -> dict[str, Any]:
+def _start_report(external: ExternalTraining, known: KnownTraining | str) -> dict[str, Any]:
     predicted: dict[str, Any] = {"fits": None, "said": _describe_prediction(external, known)}
-    if isinstance(known, Known):
+    if isinstance(known, KnownTraining):
         gpu = known.priced.footprint.gpu
         predicted |= {"fits": known.priced.fits, "required_bytes": gpu.required_bytes, "peak_phase": gpu.peak_phase}
     return {

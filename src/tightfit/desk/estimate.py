@@ -18,8 +18,9 @@ from tightfit.inputs.layouts import check_layout, find_stream_obstacle
 from tightfit.inputs.versions import choose_deepspeed
 from tightfit.job import Job
 from tightfit.job.file import hardware_of as hardware_of_job
-from tightfit.job.file import job_from_flags, job_from_text, levers_of, model_of, names_in
+from tightfit.job.file import job_from_flags, job_from_text, left_open, levers_of, model_of, names_in
 from tightfit.job.known import KnownConfig
+from tightfit.memory.pipeline import find_depth_obstacle
 from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS, find_checkpoint
@@ -52,6 +53,7 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     (ZERO3, "cpu", "cpu"),
     (FSDP2, "none", "none"),
     (FSDP2, "cpu", "cpu"),
+    (STREAM, "none", "none"),
 )
 """What `--compare` sets side by side: engine, place of the optimizer, place of the weights."""
 
@@ -96,8 +98,12 @@ def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | 
     rows: list[tuple[str, Outcome]] = []
     for engine, optimizer, param in STRATEGIES:
         tried = replace(levers, engine=engine, offload_optimizer=optimizer, offload_param=param)
+        if not tried.streams:
+            tried = replace(tried, resident=0)
         try:
             check_layout(tried, shape, world)
+            if tried.streams and not levers.streams:
+                tried = keep_most(shape, tried, world, hardware)
             rows.append((str(strategy_name(tried)), price(shape, tried, world, hardware)))
         except UserError as error:
             rows.append((str(strategy_name(tried)), str(error)))
@@ -115,6 +121,20 @@ def price(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | No
         levers = settle_selection(shape, levers, part_of(hardware, world))
     footprint = memory.estimate(shape, levers, world, hardware)
     return Priced(shape=shape, levers=levers, world=world, hardware=hardware, footprint=footprint)
+
+
+def keep_most(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | None) -> Levers:
+    """With as many layers on the GPU as fit; none, where no GPU is named or nothing fits."""
+    if hardware is None:
+        return levers
+    if (obstacle := find_stream_obstacle(levers, part_of(hardware, world).nodes)) is not None:
+        raise ConfigError(obstacle)
+    low, high = 0, shape.n_layers
+    while low < high:
+        middle = (low + high + 1) // 2
+        spare = price(shape, replace(levers, resident=middle), world, hardware).gpu_spare_bytes
+        low, high = (middle, high) if spare is not None and spare >= 0 else (low, middle - 1)
+    return replace(levers, resident=low)
 
 
 def part_of(hardware: Hardware, world: int) -> Hardware:
@@ -152,8 +172,13 @@ def _resolve(
         chosen.append(Message("desk.fp16-chosen", card=hardware.gpu.name))
     shape, base, said = _inputs(request, world, job, usual)
     levers = levers_from_flags(flags_of(flags), shape, base, world=world)
+    if (obstacle := find_depth_obstacle(shape, levers)) is not None:
+        raise ConfigError(obstacle)
     if hardware is not None and (obstacle := find_stream_obstacle(levers, part_of(hardware, world).nodes)) is not None:
         raise ConfigError(obstacle)
+    is_counted = flags.get("resident", "auto") != "auto" or "levers.resident" in explicit
+    if levers.streams and not is_counted:
+        levers = keep_most(shape, levers, world, hardware)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
     if levers.uses_deepspeed:
         said += version_said
@@ -237,7 +262,7 @@ def _read_job(request: Request) -> JobInput | None:
         levers=levers,
         hardware=hardware,
         world=world,
-        explicit=read.explicit | (names_in(stage.fields) if stage else set()),
+        explicit=(read.explicit | (names_in(stage.fields) if stage else set())) - left_open(job),
         said=tuple(said for said in read.said if id_of(said) not in _ABOUT_PLANS),
         batch_said=tuple(batch_said),
         tier=job.tier,

@@ -151,7 +151,7 @@ def find_idle(named: Mapping[str, str], shape: ModelShape) -> tuple[Said, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class JobStage:
     number: int
     count: int
     job: Job
@@ -171,7 +171,7 @@ class Stage:
         return Message("desk.stage", number=self.number, count=self.count, trains=trains, method=method)
 
 
-def pick_stage(request: Request, job: Job | None) -> Stage | None:
+def pick_stage(request: Request, job: Job | None) -> JobStage | None:
     """The stage that `--only-stage` picks of the job of a request's file; None: it has none, or there is no file."""
     number, file = request.only_stage, request.file.path if request.file else None
     if job is None or file is None or not job.stages:
@@ -189,7 +189,7 @@ def pick_stage(request: Request, job: Job | None) -> Stage | None:
         adapters = stage_of(job, before, file.name).method != "full"
         usual = folder_of_merged_model(root, before) if adapters else stage_folder(root, before) / "model"
         model = model_left_by(root, before) or usual
-    return Stage(number=number, count=count, job=staged, root=root, fields=job.stages[before], model=model)
+    return JobStage(number=number, count=count, job=staged, root=root, fields=job.stages[before], model=model)
 
 
 def each_stage(request: Request) -> list[Request]:

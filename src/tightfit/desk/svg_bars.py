@@ -62,7 +62,7 @@ _STROKES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BarPart:
     kind: str  # the component's name: decides colour and pattern
     label: str
     size_bytes: int
@@ -79,7 +79,7 @@ class BarLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     lines: tuple[BarLine, ...] = ()  # the first is the end of what there is
     name: str = ""  # said above the bar; empty: nothing is
     note: str = ""  # the same, at the other end
@@ -145,15 +145,15 @@ def fullest(footprint: Footprint) -> PhaseName:
     return "init" if gpu.init_peak_bytes > gpu.peak_bytes else gpu.peak_phase
 
 
-def gpu_parts(footprint: Footprint, phase: PhaseName, names: Mapping[str, str]) -> tuple[Part, ...]:
+def gpu_parts(footprint: Footprint, phase: PhaseName, names: Mapping[str, str]) -> tuple[BarPart, ...]:
     """What one GPU holds in a phase, all that the card must have room for. `names`: the components' in words."""
     held = dict(footprint.gpu.phases[phase].components)
     return parts_of(held | {OVERHEAD: sum(footprint.gpu.overhead.values())}, names)
 
 
-def parts_of(held: Mapping[str, int], names: Mapping[str, str]) -> tuple[Part, ...]:
+def parts_of(held: Mapping[str, int], names: Mapping[str, str]) -> tuple[BarPart, ...]:
     return tuple(
-        Part(kind=name, label=names.get(name, spell_component(name)), size_bytes=size)
+        BarPart(kind=name, label=names.get(name, spell_component(name)), size_bytes=size)
         for name, size in held.items()
         if size > 0
     )

@@ -75,7 +75,7 @@ class SymptomText(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
+class SymptomRemedy:
     text: SymptomText
     command: str | None = None
     vendors: Mapping[str, str | None]  # another vendor's command, where it is another; None: it does not help there
@@ -91,7 +91,7 @@ class Symptom:
     kind: Kind
     title: Message
     cause: SymptomText
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[SymptomRemedy, ...]
     role: Role = "fault"
     confidence: Confidence = "certain"
     lines: tuple[Expression, ...] = ()  # any of these, in one line
@@ -188,7 +188,7 @@ VENDORS = {"hip": ("amd", "hygon"), "hygon": ("hygon",), "ascend": ("ascend",)} 
 _NAMES = re.compile(r"\{(\w+)\}")
 
 
-def _read_symptom(values: Mapping[str, Any], shared: Mapping[str, Remedy]) -> Symptom:
+def _read_symptom(values: Mapping[str, Any], shared: Mapping[str, SymptomRemedy]) -> Symptom:
     name, lists = values["id"], {key: each if isinstance(each, list) else [each] for key, each in values.items()}
     lines = tuple(Expression(part) for text in lists.get("lines", ()) for part in alternatives(str(text)))
     more = {key: values[key] for key in PLAIN if key in values}
@@ -207,11 +207,11 @@ def _read_symptom(values: Mapping[str, Any], shared: Mapping[str, Remedy]) -> Sy
     )
 
 
-def _read_remedy(values: Any, shared: Mapping[str, Remedy], name: str) -> Remedy:
+def _read_remedy(values: Any, shared: Mapping[str, SymptomRemedy], name: str) -> SymptomRemedy:
     if isinstance(values, str):
         return shared[values]
     commands = {vendor: values[key] for key, vendors in VENDORS.items() if key in values for vendor in vendors}
-    return Remedy(
+    return SymptomRemedy(
         text=read_text(values, "text", name),
         command=values.get("command"),
         vendors={vendor: str(command) if command else None for vendor, command in commands.items()},

@@ -26,7 +26,7 @@ from tightfit.owned import replace_file
 from tightfit.types import Gpu, Hardware, HardwareError, Measured, Vendor
 
 
-class Part(NamedTuple):
+class MeasuredPart(NamedTuple):
     """One part of a measurement."""
 
     name: Message
@@ -34,17 +34,17 @@ class Part(NamedTuple):
     quick_s: float  # likewise with `--quick`
 
 
-PARTS: Mapping[str, Part] = {
-    "products": Part(Message("measure.part-products"), 10, 3),
-    "attention": Part(Message("measure.part-attention"), 12, 4),
-    "memory": Part(Message("measure.part-memory"), 3, 1),
-    "launch": Part(Message("measure.part-launch"), 2, 1),
-    "host_link": Part(Message("measure.part-host-link"), 5, 2),
-    "host_optimizer": Part(Message("measure.part-host-optimizer"), 6, 2),
-    "host_memory": Part(Message("measure.part-host-memory"), 3, 1),
-    "collectives": Part(Message("measure.part-collectives"), 10, 3),
-    "nvme": Part(Message("measure.part-nvme"), 8, 8),
-    "network": Part(Message("measure.part-network"), 10, 10),
+PARTS: Mapping[str, MeasuredPart] = {
+    "products": MeasuredPart(Message("measure.part-products"), 10, 3),
+    "attention": MeasuredPart(Message("measure.part-attention"), 12, 4),
+    "memory": MeasuredPart(Message("measure.part-memory"), 3, 1),
+    "launch": MeasuredPart(Message("measure.part-launch"), 2, 1),
+    "host_link": MeasuredPart(Message("measure.part-host-link"), 5, 2),
+    "host_optimizer": MeasuredPart(Message("measure.part-host-optimizer"), 6, 2),
+    "host_memory": MeasuredPart(Message("measure.part-host-memory"), 3, 1),
+    "collectives": MeasuredPart(Message("measure.part-collectives"), 10, 3),
+    "nvme": MeasuredPart(Message("measure.part-nvme"), 8, 8),
+    "network": MeasuredPart(Message("measure.part-network"), 10, 10),
 }
 """In the order in which they are measured."""
 MOST_BYTES = 16 * 2**20

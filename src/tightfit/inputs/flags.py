@@ -356,7 +356,7 @@ def flags_from_levers(levers: Levers) -> dict[str, Any]:
             value = ",".join(value) if value else "all"
         elif is_on_or_off(lever) and value is not None:
             value = "on" if value else "off"
-        if value is not None and not (lever.type is float and value == 0):
+        if value is not None and value != "" and not (lever.type is float and value == 0):
             plain[flag] = value
     return plain
 

@@ -150,9 +150,13 @@ def find_pipeline_obstacle(levers: Levers, shape: ModelShape, world: int | None 
         return Message("inputs.layouts-apart", one=f"--pipeline-parallel {size}", other=other)
     most = shape.n_layers // levers.stages_per_gpu
     may = [n for n in range(2, most + 1) if not (world or 0) % (n * levers.row_parts)]
-    if size in may:
-        return None
-    return _say_sizes("--pipeline-parallel", size, Message("inputs.layers-suffice"), may, world)
+    if size not in may:
+        return _say_sizes("--pipeline-parallel", size, Message("inputs.layers-suffice"), may, world)
+    counts, stages = levers.layer_counts, size * levers.stages_per_gpu
+    if counts and (len(counts) != stages or 0 in counts or sum(counts) != shape.n_layers):
+        said = {"said": levers.stage_layers, "stages": stages, "layers": shape.n_layers, "model": shape.name}
+        return Message("inputs.stage-layers", **said)
+    return None
 
 
 def find_expert_obstacle(levers: Levers, shape: ModelShape, world: int | None = None) -> Message | None:
@@ -252,7 +256,9 @@ def check_layout(levers: Levers, shape: ModelShape, world: int | None = None) ->
         if obstacle is not None:
             raise ConfigError(obstacle)
     if levers.stages_per_gpu > 1 and levers.pipeline_parallel == 1:
-        raise ConfigError(Message("inputs.stages-without-pipeline", count=levers.stages_per_gpu))
+        raise ConfigError(Message("inputs.stages-without-pipeline", flag=f"--stages-per-gpu {levers.stages_per_gpu}"))
+    if levers.stage_layers and levers.pipeline_parallel == 1:
+        raise ConfigError(Message("inputs.stages-without-pipeline", flag=f"--stage-layers {levers.stage_layers}"))
     if world is not None and world % levers.ranks_per_sample:
         said = {"product": levers.ranks_per_sample, "world": world}
         raise ConfigError(Message("inputs.layout-product", **said))

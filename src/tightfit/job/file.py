@@ -298,6 +298,11 @@ def pinned(job: Job) -> frozenset[str]:
     return frozenset(lever.block or lever.name for lever in said)
 
 
+def left_open(job: Job) -> frozenset[str]:
+    """The fields of the job that say `auto`."""
+    return frozenset(f"levers.{flag}" for flag, value in job.levers.items() if is_auto(LEVERS[flag], value))
+
+
 def hardware_of(job: Job, num_gpus: int | None = None) -> Hardware:
     """What the job may use: the cards it names or this machine's, less what its limits and numbers leave out."""
     machine = job.hardware

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -45,14 +45,10 @@ def main(argv: Sequence[str]) -> int:
     if PARENT_FD in os.environ:  # end when whoever started this rank is gone
         end_with_parent(int(os.environ.pop(PARENT_FD)))
     warnings.simplefilter("ignore")  # torch has some for every kernel that it does not take
-    _measure(asked, _place(os.environ))
+    # this rank, and how many there are, of this node
+    _measure(asked, (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))))
     sys.stdout.flush()
     os._exit(0)  # a process group that is not taken apart may hang or abort on the way out
-
-
-def _place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """This rank, and how many there are, of this node."""
-    return int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
 
 
 def _measure(asked: argparse.Namespace, place: tuple[int, int]) -> None:

@@ -12,7 +12,9 @@ from functools import lru_cache
 from operator import mul
 from typing import NamedTuple
 
+from tightfit.inputs.flags import checkpointing_word
 from tightfit.memory.stages import Direction, Pass, order_actions, split_layers
+from tightfit.messages import Message
 from tightfit.types import Levers, ModelShape, Tensor
 
 
@@ -75,6 +77,14 @@ def count_depths(shape: ModelShape, levers: Levers) -> int:
     """How many layers can recompute: `layers:K` are the lowest K of the model, and in a pipeline those of each stage,
     since all wait for the slowest."""
     return shape.n_layers if levers.pipeline_parallel == 1 else max(map(len, split_layers(shape, levers)))
+
+
+def find_depth_obstacle(shape: ModelShape, levers: Levers) -> Message | None:
+    """Why so many layers of each stage cannot recompute; None: they can."""
+    layers, depth = levers.checkpointing.layers, count_depths(shape, levers)
+    if levers.pipeline_parallel == 1 or layers is None or layers <= depth:
+        return None
+    return Message("inputs.stage-recomputes-too-many", word=checkpointing_word(levers.checkpointing), depth=depth)
 
 
 @lru_cache(maxsize=256)

@@ -42,12 +42,14 @@ class Action:
 
 
 def split_layers(shape: ModelShape, levers: Levers) -> tuple[range, ...]:
-    """The layers of each stage, bottom to top: so that the slowest stage, head and loss included, has as little
-    arithmetic as can be; beyond that evenly, and rather fewer below, where more micro batches are held. What recomputes
-    is left out: the split is the same at every depth of checkpointing."""
+    """The layers of each stage, bottom to top, as the levers say. Where they do not: so that the slowest stage, head
+    and loss included, has as little arithmetic as can be; beyond that evenly, and rather fewer below, where more micro
+    batches are held. What recomputes is left out: that split is the same at every depth of checkpointing."""
     adapts = levers.method != "full"
     frozen = 0 if adapts else levers.frozen_layers
-    counts = _split(shape, levers.pipeline_parallel * levers.stages_per_gpu, levers.sequence, frozen, adapts)
+    counts = levers.layer_counts
+    if not counts:
+        counts = _split(shape, levers.pipeline_parallel * levers.stages_per_gpu, levers.sequence, frozen, adapts)
     return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
 
 

@@ -28,6 +28,11 @@ class Totals(NamedTuple):
     required: int  # of the card
     host: int
     nvme: int
+    beside: int  # of the card, whatever tensors it holds: context and communicators
+
+    def require(self, held: int) -> int:
+        """What a card must have for this much."""
+        return held + int(held * overhead.ALLOCATOR_SLACK) + self.beside
 
 
 def totals_of(footprint: Footprint) -> Totals:
@@ -39,11 +44,12 @@ def totals_of(footprint: Footprint) -> Totals:
         required=gpu.required_bytes,
         host=on_host.peak_bytes_per_node,
         nvme=on_host.nvme_bytes_per_node,
+        beside=gpu.overhead["context"] + gpu.overhead["communicator"],
     )
 
 
-def required_bytes(held: int, hardware: Hardware, groups: int = 1) -> int:
-    """What a card must have for this much: that, and what stands beside it."""
+def required_bytes(held: int, hardware: Hardware, groups: int) -> int:
+    """What a card must have for this much: that, and what stands beside it. `groups`: as the levers have it."""
     return held + sum(overhead.beside(held, hardware.world, hardware.gpu, groups).values())
 
 
@@ -110,14 +116,19 @@ class Scale:
 
     def totals(self, depth: Checkpointing) -> Totals:
         """Those of `estimate`: of the fullest GPU."""
-        found = []
+        found = self.totals_of_each(depth)
+        fullest = max(found, key=lambda each: each.required)
+        return fullest._replace(host=max(each.host for each in found))
+
+    def totals_of_each(self, depth: Checkpointing) -> list[Totals]:
+        """Of the GPUs of a pipeline that differ in their layers."""
+        found, beside = [], required_bytes(0, self.hardware, self.levers.groups)
         for jobs, steady in zip(self.jobs, self.steady_of_each(depth), strict=True):
             passes = [engines.passes(at_depth(job, depth)) for job in jobs]
             peak = max([steady.step, *[sum(parts.values()) for each in passes for parts in each.values()]])
             required = required_bytes(max(peak, steady.init), self.hardware, self.levers.groups)
-            found.append(Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme))
-        fullest = max(found, key=lambda each: each.required)
-        return fullest._replace(host=max(each.host for each in found))
+            found.append(Totals(steady.init, steady.step, peak, required, steady.host, steady.nvme, beside))
+        return found
 
     @cached_property
     def floor(self) -> Floor | RowFloor:

@@ -17,10 +17,12 @@ turn, `stream.py` has the whole step. `clock.py` has the times of many ways at o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import hypot
 
+from tightfit.memory import estimate
 from tightfit.memory.activations import setting_of
-from tightfit.memory.pipeline import lay_out
+from tightfit.memory.pipeline import PipelineGpu, lay_out
 from tightfit.pace import engines, stream
 from tightfit.pace.clock import TIE_S, Clock, KernelChoice, clock_of
 from tightfit.pace.pipeline import RowTime, find_waits
@@ -37,7 +39,7 @@ from tightfit.pace.warm_up import warm_up_s
 from tightfit.pace.work import exchange_s, passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
-__all__ = ["TIE_S", "Clock", "KernelChoice", "clock_of", "pace", "step_seconds"]
+__all__ = ["TIE_S", "Clock", "KernelChoice", "clock_of", "pace", "step_seconds", "time_row"]
 
 LEAST_OPEN = 0.002
 """A rate that leaves less than this share of a step open is not reported."""
@@ -46,7 +48,8 @@ LEAST_OPEN = 0.002
 def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool = False) -> Pace:
     """Seconds of one optimizer step, and tokens a second of all GPUs together, with their range.
 
-    `rehearsal`: one rank alone poses as one of many: nothing is communicated, and the host is not shared.
+    `rehearsal`: one rank alone poses as one of many, in a pipeline as the one that holds most: nothing is communicated,
+    and the host is not shared.
     """
     rates, known = know_rates(hardware, levers.precision, rehearsal=rehearsal)
     causes = _causes(shape, levers, hardware, rates, rehearsal=rehearsal)
@@ -86,22 +89,45 @@ def _causes(
         entries = stream.list_causes(shape, levers, hardware, rates, rehearsal=rehearsal)
     elif levers.pipeline_parallel == 1:
         entries = _list_causes(shape, levers, hardware, rates, rehearsal=rehearsal)
+    elif rehearsal:
+        fullest = estimate(shape, levers, hardware.world, hardware).pipeline_gpu
+        gpu = next(gpu for gpu in lay_out(shape, levers) if gpu.place == fullest)
+        entries = _list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=True)
     else:
         row = lay_out(shape, levers)
-        each = [_list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=rehearsal) for gpu in row]
-        steps = [engines.step(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=rehearsal) for gpu in row]
-        times = [
-            RowTime(sum(s for _, s in one), sum(step), gpu.alike)
-            for one, step, gpu in zip(each, steps, row, strict=True)
+        each = [_list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=False) for gpu in row]
+        waits = find_waits(shape, levers, hardware, rates, _time_row(row, levers, hardware, rates, each))
+        entries = [
+            *each[waits.slowest],
+            ("communication", waits.handed_s),
+            ("pipeline bubble", waits.bubble_s),
         ]
-        waits = find_waits(shape, levers, hardware, rates, times)
-        entries = each[waits.slowest]
-        if not rehearsal:
-            entries += [("communication", waits.handed_s), ("pipeline bubble", waits.bubble_s)]
     for cause, seconds in entries:
         if seconds > 0:
             causes[cause] = causes.get(cause, 0.0) + seconds
     return dict(sorted(causes.items(), key=lambda item: -item[1]))
+
+
+def time_row(shape: ModelShape, levers: Levers, hardware: Hardware) -> tuple[float, list[RowTime]]:
+    """Of a pipeline `step_seconds`, and what each of its GPUs takes by itself; of GPUs with like layers the first."""
+    rates, row = rates_of(hardware, levers.precision), lay_out(shape, levers)
+    each = [_list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=False) for gpu in row]
+    times = _time_row(row, levers, hardware, rates, each)
+    return find_waits(shape, levers, hardware, rates, times).sum(times), times
+
+
+def _time_row(
+    row: Sequence[PipelineGpu],
+    levers: Levers,
+    hardware: Hardware,
+    rates: Rates,
+    causes: Sequence[list[tuple[Cause, float]]],
+) -> list[RowTime]:
+    steps = [engines.step(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=False) for gpu in row]
+    return [
+        RowTime(gpu.place, sum(s for _, s in one), sum(step), gpu.alike)
+        for gpu, one, step in zip(row, causes, steps, strict=True)
+    ]
 
 
 def _list_causes(

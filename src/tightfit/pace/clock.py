@@ -174,7 +174,7 @@ class RowClock:
         found = []
         for depth in range(count_depths(self.shape, rest) + 1):
             times = [
-                RowTime(own[gpu.count_recomputing(depth)], clock.step_s, gpu.alike)
+                RowTime(gpu.place, own[gpu.count_recomputing(depth)], clock.step_s, gpu.alike)
                 for own, clock, gpu in zip(each, self.clocks, self.row, strict=True)
             ]
             waits = find_waits(self.shape, choice.over(rest), self.hardware, self.clocks[0].rates, times)

@@ -21,6 +21,7 @@ from tightfit.types import Hardware, Levers, ModelShape
 class RowTime(NamedTuple):
     """Seconds of a GPU's own step, with all that it waits for by itself."""
 
+    place: int  # in the row
     whole: float
     update: float  # of that, the optimizer's
     alike: int  # GPUs of the row that take as long

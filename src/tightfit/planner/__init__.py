@@ -16,6 +16,7 @@ from tightfit.inputs.flags import LEVERS, meant
 from tightfit.inputs.layouts import check_layout, find_stream_obstacle
 from tightfit.job import Job, Limits
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
+from tightfit.memory.pipeline import find_depth_obstacle
 from tightfit.messages import Listing, Message, Said
 from tightfit.planner import costly, reasons
 from tightfit.planner.calibration import Calibration
@@ -166,6 +167,8 @@ def question_of(job: Job, shape: ModelShape, hardware: Hardware, *, every_gpu: b
     GPUs, both of its ranks run: that is what it is there for."""
     base, fixed = levers_of(job, shape), pinned(job)
     check_layout(base, shape, hardware.world)
+    if (obstacle := find_depth_obstacle(shape, base)) is not None:
+        raise ConfigError(obstacle)
     batch, lora, ranks = job.effective_batch, job.lora, base.data_ranks(hardware.world)
     if not batch and {"micro_batch", "accumulation"} <= fixed:
         batch = base.micro_batch * base.accumulation * ranks

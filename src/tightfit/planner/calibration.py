@@ -74,7 +74,7 @@ class WayMark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredPhase:
     """One phase of one run."""
 
     where: Place  # on the GPU; or on the host, of one rank
@@ -96,7 +96,7 @@ class Measured:
         """Whether it is off by more than half of the prediction."""
         return abs(self.error_bytes) > max(NOISE_BYTES, self.predicted_bytes // 2)
 
-    def after(self, old: Measured | None) -> Measured:
+    def after(self, old: MeasuredPhase | None) -> MeasuredPhase:
         """The same, when another run has measured this before."""
         again = old is not None and old.is_wild and self.is_wild and (old.error_bytes > 0) == (self.error_bytes > 0)
         return replace(self, runs=old.runs + 1) if again and old is not None else self
@@ -111,9 +111,9 @@ class Entry:
     data: str  # see `data_mark`
     sequence: int
     day: str  # `2026-07-01`
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredPhase, ...]
 
-    def of(self, where: Place, phase: PhaseName) -> Measured | None:
+    def of(self, where: Place, phase: PhaseName) -> MeasuredPhase | None:
         """What was measured of this phase, or else of the largest one."""
         here = [each for each in self.measured if each.where == where]
         for each in here:

@@ -142,11 +142,11 @@ def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> 
     over = [_over(need, most) for need, most in held]
     steady = any(more and cap in question.steady_caps for cap, more in zip(question.caps, over, strict=False))
     on_host = _over(totals.host, hardware.host_ram_bytes) + _over(totals.nvme, hardware.nvme_bytes)
-    hopeless = steady or on_host > 0 or required_bytes(totals.init, hardware) > hardware.gpu.memory_bytes
+    hopeless = steady or on_host > 0 or totals.require(totals.init) > hardware.gpu.memory_bytes
     return Weight(
         excess=max(0, _required_bytes(totals, hardware) - question.gpu_limit_bytes) + on_host + sum(over),
         share=_share(totals, hardware, question.gpu_limit_bytes, held),
-        is_hopeless=hopeless or required_bytes(totals.step, hardware) > question.gpu_limit_bytes,
+        is_hopeless=hopeless or totals.require(totals.step) > question.gpu_limit_bytes,
         required=totals.required,
         host=totals.host,
     )
@@ -181,7 +181,7 @@ def needed_bytes(footprint: Footprint, hardware: Hardware) -> int:
 def _required_bytes(totals: Totals, hardware: Hardware) -> int:
     if totals.init <= totals.peak or totals.required > hardware.gpu.memory_bytes:
         return totals.required
-    return required_bytes(totals.peak, hardware)
+    return totals.require(totals.peak)
 
 
 def least_weight(question: Question, scale: Scale, depth: Checkpointing) -> tuple[float, int]:
@@ -190,7 +190,7 @@ def least_weight(question: Question, scale: Scale, depth: Checkpointing) -> tupl
     over, steady = floor_excess(question, scale, depth), scale.steady(depth)
     if question.caps or question.calibration is not None:
         return over / max(limit, 1), over
-    building = required_bytes(steady.init, hardware)
+    building = required_bytes(steady.init, hardware, scale.levers.groups)
     if building > hardware.gpu.memory_bytes:
         over = max(over, building - limit)
     beside = [(steady.host, hardware.host_ram_bytes), (steady.nvme, hardware.nvme_bytes)]
@@ -206,7 +206,7 @@ def floor_excess(question: Question, scale: Scale, depth: Checkpointing) -> int:
     if question.calibration is not None and question.calibration.entries:
         correction = correction_of(question, replace(scale.levers, checkpointing=depth))
         taken = 0 if correction is None else correction.most_taken_bytes
-    least = required_bytes(held, question.hardware) - ceil(taken * (1 + ALLOCATOR_SLACK))
+    least = required_bytes(held, question.hardware, scale.levers.groups) - ceil(taken * (1 + ALLOCATOR_SLACK))
     over = max(0, least - question.gpu_limit_bytes)
     for cap in question.caps:
         capped = {None: held, "loss": at_loss, "backward": at_top}.get(cap.phase, 0) if cap.where == "gpu" else 0

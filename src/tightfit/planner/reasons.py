@@ -23,11 +23,11 @@ from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.candidates import is_searched
 from tightfit.planner.certainty import tell_apart
 from tightfit.planner.plan import Plan, Remedy, Way
-from tightfit.planner.question import Question, excess_share, needed_bytes, weigh
+from tightfit.planner.question import Question, excess_bytes, excess_share, needed_bytes, weigh
 from tightfit.planner.search import something_fits
 from tightfit.planner.trainers import NAMES
 from tightfit.priced import amounts, seconds_words, strategy_name
-from tightfit.types import PARTS, STRATEGY, Buckets, Cause, Hardware, PhaseName
+from tightfit.types import PARTS, STRATEGY, Buckets, Cause, Hardware, Levers, PhaseName
 
 MOST_SLOWER = 3  # sentences about ways that fit and are slower
 MOST_FITTING = 5
@@ -101,7 +101,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     share = (card - need) / card
     free = Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
     said: list[Said] = [free, *explain_calibration(way), *explain_taught(way)]
-    said += _of_row(way)
+    said += _of_row(question, way)
     said += [each for each in way.footprint.because if id_of(each) == "price.busiest-experts"]
     said += _of_recomputation(question, way)
     said += _of_speed(question, way)
@@ -134,14 +134,26 @@ def _of_sharing(question: Question, way: Way) -> Iterator[Message]:
         yield Message("plan.layers-in-parts", size=levers.tensor_parallel)
 
 
-def _of_row(way: Way) -> Iterator[Message]:
+def _of_row(question: Question, way: Way) -> Iterator[Message]:
     """Which layers the GPUs of a pipeline have, which of them is the fullest, and what they wait."""
     gpus, fullest = way.levers.pipeline_parallel, way.footprint.pipeline_gpu
     if fullest is None:
         return
-    counts = list(map(len, split_layers(way.shape, way.levers)))
-    each = Listing([str(sum(counts[place::gpus])) for place in range(gpus)], "and")
-    yield Message("plan.row-of-gpus", gpus=gpus, layers=each, place=fullest + 1)
+
+    def list_layers(levers: Levers) -> Listing:
+        counts = list(map(len, split_layers(way.shape, levers)))
+        return Listing([str(sum(counts[place::gpus])) for place in range(gpus)], "and")
+
+    yield Message("plan.row-of-gpus", gpus=gpus, layers=list_layers(way.levers), place=fullest + 1)
+    if way.levers.stage_layers and "stage_layers" not in question.pinned:
+        plain, asked = replace(way.levers, stage_layers=""), replace(question, shape=way.shape, hardware=way.hardware)
+        held = weigh(asked, plain)
+        if excess_bytes(asked, held):
+            need = amounts(held.gpu.required_bytes)[0]
+            yield Message("plan.layers-moved-for-room", layers=list_layers(plain), need=need)
+        elif way.is_paced:
+            share = step_seconds(way.shape, plain, way.hardware) / way.pace.step_s - 1
+            yield Message("plan.layers-moved-for-pace", layers=list_layers(plain), share=share)
     if way.is_paced:
         share = way.pace.causes.get("pipeline bubble", 0.0) / way.pace.step_s
         yield Message("plan.row-waits", share=share, count=way.levers.accumulation)
@@ -308,7 +320,7 @@ def _words(way: Way) -> dict[str, str]:
         "": str(strategy_name(levers)),
         "GPUs": str(way.world),
         "micro batch × accumulation": f"{levers.micro_batch} × {levers.accumulation}",
-        **{flag: str(said[flag]) for flag in _SAVING},
+        **{flag: str(said.get(flag, "–")) for flag in _SAVING},
         **buckets,
     }
 

@@ -41,11 +41,9 @@ no rate of failures."""
 def is_open(explicit: Set[str], job: Job) -> bool:
     """Whether it is ours to choose how often: nobody said, and no number of steps was named whose multiples stay."""
     said = {"saving.every_steps", "saving.every_minutes", "saving.every"} & explicit
-    return not said and job.saving.keep_every is None and _usual(job.saving)
-
-
-def _usual(saving: Saving) -> bool:
-    return (saving.every_steps, saving.every_minutes) == (Saving().every_steps, Saving().every_minutes)
+    saving, usual = job.saving, Saving()
+    is_usual = (saving.every_steps, saving.every_minutes) == (usual.every_steps, usual.every_minutes)
+    return not said and saving.keep_every is None and is_usual
 
 
 def checkpoint_bytes(job: Job, way: Way) -> int:

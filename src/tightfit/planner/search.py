@@ -26,6 +26,7 @@ from tightfit.memory.pipeline import count_depths
 from tightfit.memory.weights import WIDTH
 from tightfit.pace import TIE_S, Clock, clock_of, pace, step_seconds
 from tightfit.planner import stream
+from tightfit.planner.balance import LEAST_GAIN, balance, can_be_balanced, find_balanced
 from tightfit.planner.candidates import LONG_TOKENS, Corner, complexity, corners, frugal, strategies
 from tightfit.planner.ladder import Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
@@ -110,7 +111,13 @@ def fits_at_all(question: Question) -> bool:
         ladders = [Ladder(question, corner, set()) for corner in frugal(_corners(question, levers))]
         if _can_fit([ladder for ladder in ladders if ladder.may_fit()]):
             return True
+        if _moves_layers(question, levers) and any(can_be_balanced(question, ladder) for ladder in ladders):
+            return True
     return False
+
+
+def _moves_layers(question: Question, levers: Levers) -> bool:
+    return levers.pipeline_parallel > 1 and "stage_layers" not in question.pinned
 
 
 def _can_fit(ladders: list[Ladder]) -> bool:
@@ -320,6 +327,7 @@ def _search_strategy(question: Question, levers: Levers, found: SearchResult, mo
     if least_s > most_s + TIE_S:
         return
     ladders = [Ladder(question, corner, set()) for corner in frugal(every)]
+    timed = [(corner, times) for _, _, corner, times in race]
     way: Way | None = None
     if not _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
         closest: Weighed | None = None
@@ -332,8 +340,24 @@ def _search_strategy(question: Question, levers: Levers, found: SearchResult, mo
         way = None if fastest is None else _way(question, fastest, fits=True)
     else:
         way = _race(question, race, ladders, found.weighed, most_s)
+    if _moves_layers(question, levers):
+        way = _move_layers(question, timed, way, most_s)
     if way is not None:
         found.ways.append(way)
+
+
+def _move_layers(
+    question: Question, timed: list[tuple[Corner, list[float]]], way: Way | None, most_s: float
+) -> Way | None:
+    """The same, or what is faster, or fits, once some layers of a pipeline are on other GPUs of it."""
+    levers: Levers | None = None
+    if way is not None and way.fits:
+        most_s = min(most_s, way.pace.step_s * (1 - LEAST_GAIN))
+        own = balance(question, way.levers)
+        if own.step_s < most_s:
+            levers, most_s = own.levers, own.step_s
+    levers = find_balanced(question, timed, most_s) or levers
+    return way if levers is None else _way(question, levers, fits=True)
 
 
 def _time(question: Question, levers: Levers, every: list[Corner]) -> list[Runner]:

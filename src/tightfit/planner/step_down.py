@@ -307,4 +307,5 @@ def room_above(plan: Plan, measured_peak_bytes: int, *, bounds: Bounds | None = 
 
 def unused_share(way: Way, measured_peak_bytes: int) -> float:
     """The share of the card that was left, what lies beside the tensors counted as used."""
-    return 1 - required_bytes(max(measured_peak_bytes, 0), way.hardware) / way.hardware.gpu.memory_bytes
+    required = required_bytes(max(measured_peak_bytes, 0), way.hardware, way.levers.groups)
+    return 1 - required / way.hardware.gpu.memory_bytes

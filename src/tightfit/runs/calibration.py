@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from tightfit.planner.calibration import (
     COMPONENT,
     Entry,
-    Measured,
+    MeasuredPhase,
     TimedRun,
     data_mark,
     training_of,
@@ -42,7 +42,7 @@ def learned(events: Iterable[Event], plan: Plan) -> Entry | None:
         # Of the steps: while the model is read, pages of its files count as resident.
         predicted = uncorrected_bytes(way.footprint.host.phases["step"])
         held = max((step.host_bytes or 0 for step in steps), default=0)
-        found.append(Measured(where="host", phase="step", predicted_bytes=predicted, measured_bytes=held))
+        found.append(MeasuredPhase(where="host", phase="step", predicted_bytes=predicted, measured_bytes=held))
     return _entry_of(plan, way, tuple(found))
 
 
@@ -72,11 +72,11 @@ def learn_from_failure(plan: Plan, shortfall: Shortfall, held_bytes: int) -> Ent
     predicted = uncorrected_bytes(way.footprint.gpu.phases[phase])
     if held_bytes <= predicted:
         return None
-    found = Measured(where="gpu", phase=phase, predicted_bytes=predicted, measured_bytes=held_bytes)
+    found = MeasuredPhase(where="gpu", phase=phase, predicted_bytes=predicted, measured_bytes=held_bytes)
     return _entry_of(plan, way, (found,))
 
 
-def _entry_of(plan: Plan, way: Way, measured: tuple[Measured, ...]) -> Entry | None:
+def _entry_of(plan: Plan, way: Way, measured: tuple[MeasuredPhase, ...]) -> Entry | None:
     known = tuple(each for each in measured if each.predicted_bytes > 0 and each.measured_bytes > 0)
     if not known:
         return None
@@ -94,7 +94,7 @@ def _today() -> str:
     return datetime.now(timezone.utc).date().isoformat()
 
 
-def _on_gpu(marks: Mapping[str, MemoryMark], peak_bytes: int, way: Way) -> Iterator[Measured]:
+def _on_gpu(marks: Mapping[str, MemoryMark], peak_bytes: int, way: Way) -> Iterator[MeasuredPhase]:
     """Milestones are peaks since the first pass began, so each is one of the phase that is largest up to there.
 
     With the plain loss the first forward pass ends before the loss is at its largest, so it says nothing.
@@ -117,4 +117,4 @@ def _on_gpu(marks: Mapping[str, MemoryMark], peak_bytes: int, way: Way) -> Itera
     for phase, error in errors.items():
         predicted = uncorrected_bytes(gpu.phases[phase])
         if error > 0 or phase == "init" or probed is not None:  # a largest batch that never passed proves nothing
-            yield Measured(where="gpu", phase=phase, predicted_bytes=predicted, measured_bytes=predicted + error)
+            yield MeasuredPhase(where="gpu", phase=phase, predicted_bytes=predicted, measured_bytes=predicted + error)

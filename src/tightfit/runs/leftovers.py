@@ -71,7 +71,7 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundLeftovers:
     leftovers: tuple[Leftover, ...]
     live: tuple[Path, ...]  # runs that live, and were left alone
     unsure: tuple[Said, ...]  # what cannot be judged from here, and why
@@ -106,7 +106,7 @@ def runs_below(places: Iterable[Path]) -> list[Path]:
     return list(found)
 
 
-def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> Found:
+def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> FoundLeftovers:
     """Everything that may go. `cache`: our cache's folder; `caches`: what can be made again goes too."""
     live: list[Path] = []
     unsure: list[Said] = []
@@ -178,7 +178,7 @@ def leftovers(places: Sequence[Path], cache: Path, *, caches: bool = False) -> F
     going = frozenset(each.pid for each in ours if each.pid is not None)
     ours += _segments(dead, going)
     ours.sort(key=lambda each: ORDER.index(each.kind))
-    return Found(leftovers=tuple(ours), live=tuple(live), unsure=tuple(unsure))
+    return FoundLeftovers(leftovers=tuple(ours), live=tuple(live), unsure=tuple(unsure))
 
 
 def _dead(run: Path) -> DeadRun | None:

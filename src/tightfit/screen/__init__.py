@@ -75,7 +75,7 @@ def phase_words(name: str) -> str:
     return text(f"screen.{name}") if f"screen.{name}" in PHASES else name
 
 
-class Figure(NamedTuple):
+class Comparison(NamedTuple):
     """What was predicted and measured; None: not known."""
 
     key: str  # its name for programs
@@ -317,7 +317,9 @@ def table_of(*heads: str) -> Table:
     return table
 
 
-def draw_figures(console: Console, rows: Sequence[Figure], head: str, compare: Callable[[float, float], str]) -> None:
+def draw_comparisons(
+    console: Console, rows: Sequence[Comparison], head: str, compare: Callable[[float, float], str]
+) -> None:
     """Predicted beside measured, and under `head` what `compare` says of the two where both are known."""
     table = table_of("", "screen.predicted", "screen.measured", head)
     for row in rows:

@@ -270,12 +270,13 @@ def _depth(checkpointing: Checkpointing) -> str:
 def _cells(mark: str, way: Way) -> dict[str, str]:
     levers, host, ram = way.levers, way.footprint.host.peak_bytes_per_node, way.hardware.host_ram_bytes
     over = "!" if ram is not None and host > ram else ""
+    part = f"/{levers.sequence_parallel}" if levers.sequence_parallel > 1 else ""  # of each sequence, that a GPU has
     return {
         "": mark,
         "engine": f"{ENGINES[levers.engine]}{_layout(levers)}",
         "offload": _offload(levers),
         "checkpoint": _depth(levers.checkpointing),
-        "batch": f"{levers.micro_batch}{_parts(levers)} × {levers.accumulation}",
+        "batch": f"{levers.micro_batch}{part} × {levers.accumulation}",
         "GPUs": str(way.world),
         "GPU": "",
         "GiB": f"{way.footprint.gpu.required_bytes / GIB:.1f}",
@@ -296,11 +297,6 @@ def _layout(levers: Levers) -> str:
         "»": levers.pipeline_parallel if levers.pipeline_parallel > 1 else 0,
     }
     return "".join(f" {sign}{size}" for sign, size in sizes.items() if size) + stages
-
-
-def _parts(levers: Levers) -> str:
-    """Of each sequence a GPU has this part."""
-    return f"/{levers.sequence_parallel}" if levers.sequence_parallel > 1 else ""
 
 
 def _rate(way: Way) -> str:

@@ -24,7 +24,7 @@ from tightfit.runs.lines import MIB, MILESTONES, Lines, line_of, loss_words, mov
 from tightfit.runs.records import AttemptRecord, WorkerFile
 from tightfit.runs.reservations import Reservation
 from tightfit.runs.run import Failure, traceback_in
-from tightfit.screen import Figure, draw_figures, draw_list, say
+from tightfit.screen import Comparison, draw_comparisons, draw_list, say
 from tightfit.screen.plan import draw_chosen, head_words, lever_flags, reason_lines
 
 MOST_FIXES = 4  # remedies that are named at the end; `tightfit diagnose` knows them all
@@ -151,15 +151,15 @@ def draw_summary(console: Console, worker: WorkerFile, tally: Tally, folder: str
         key, name = mark.milestone, MILESTONES.get(mark.milestone, mark.milestone)
         if mark.measured_bytes is not None:
             at = text("screen.memory-at", what=name)
-            rows.append(Figure(key, at, "bytes", mark.predicted_bytes, mark.measured_bytes))
+            rows.append(Comparison(key, at, "bytes", mark.predicted_bytes, mark.measured_bytes))
         elif mark.host_bytes is not None:  # of the whole process: no plan is comparable with it
-            rows.append(Figure(key, text("screen.ram-at", what=name), "bytes", None, mark.host_bytes))
+            rows.append(Comparison(key, text("screen.ram-at", what=name), "bytes", None, mark.host_bytes))
     if tally.peak_bytes is not None:
-        rows.append(Figure("peak", text("screen.memory-peak"), "bytes", worker.peak_bytes, tally.peak_bytes))
-    rows.append(Figure("step_s", text("screen.a-step"), "seconds", worker.step_s, tally.step_s))
+        rows.append(Comparison("peak", text("screen.memory-peak"), "bytes", worker.peak_bytes, tally.peak_bytes))
+    rows.append(Comparison("step_s", text("screen.a-step"), "seconds", worker.step_s, tally.step_s))
     pace, tokens = text("screen.tokens-per-second"), worker.tokens_per_s
-    rows.append(Figure("tokens_per_s", pace, "tokens", tokens, tally.tokens_per_s))
-    draw_figures(console, rows, "", lambda old, new: f"{100 * new / old:.0f} %")
+    rows.append(Comparison("tokens_per_s", pace, "tokens", tokens, tally.tokens_per_s))
+    draw_comparisons(console, rows, "", lambda old, new: f"{100 * new / old:.0f} %")
     if worker.step_s is None:
         say(console, text("screen.no-cpu-rates"), style="dim")
     model = f"{folder}/model"

@@ -53,7 +53,7 @@ SCHEME_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class KnownTraining:
     """A training whose memory can be predicted."""
 
     job: Job
@@ -170,7 +170,7 @@ def _first(external: ExternalTraining, names: Iterable[str], kind: type[T]) -> T
     return next((value for value in found if isinstance(value, kind) and not isinstance(value, bool)), None)
 
 
-def prediction(known: Known) -> str:
+def prediction(known: KnownTraining) -> str:
     """One line: whether it fits, and where it is highest."""
     priced = known.priced
     gpu, levers = priced.footprint.gpu, known.levers
@@ -202,7 +202,7 @@ class Planner:
         self._tried: list[Tried] = []
         self._last: Tried | None = None
 
-    def known(self, external: ExternalTraining) -> Known | str:
+    def known(self, external: ExternalTraining) -> KnownTraining | str:
         """The training in our words; or what is missing, in a sentence."""
         try:
             machine = machine_of(external, self.hardware)
@@ -219,7 +219,7 @@ class Planner:
             scans = any(isinstance(block.mixer, Mamba1) for block in shape.blocks)
             unsaid = scans and not external.script.mentions("mamba_ssm")
             assumed = (text("cli.scan-taken-hold", name=external.name),) if unsaid else ()
-            known = Known(job=job, shape=shape, levers=levers, hardware=machine, assumed=assumed)
+            known = KnownTraining(job=job, shape=shape, levers=levers, hardware=machine, assumed=assumed)
             return replace(known, calibration=self.calibration)
         except UserError as error:
             return text("cli.nothing-predicted-3", error=error)
@@ -332,7 +332,7 @@ class Planner:
         self._last = None
 
 
-def _tries(known: Known, *, same_engine: bool) -> Iterator[Job]:
+def _tries(known: KnownTraining, *, same_engine: bool) -> Iterator[Job]:
     """The job with pins, one after another: what changes least is asked for first, and costly changes last.
 
     The micro batch never grows: where memory ran out, the prediction was too low already.
@@ -360,7 +360,7 @@ def _tries(known: Known, *, same_engine: bool) -> Iterator[Job]:
         yield pinned(job, sizes[-1], ())
 
 
-def _step(external: ExternalTraining, known: Known, found: StepDown) -> NextConfig | None:
+def _step(external: ExternalTraining, known: KnownTraining, found: StepDown) -> NextConfig | None:
     way = found.plan.chosen
     assert way is not None
     old, new, now = known.levers, way.levers, knobs_of(external)

@@ -66,7 +66,7 @@ class MeasuringNode:
 
 
 @dataclass(slots=True, kw_only=True)
-class Finding:
+class MeasuredSoFar:
     """What was found so far."""
 
     rates: dict[str, float] = field(default_factory=dict)
@@ -189,9 +189,9 @@ def describe_busy(cards: Sequence[Card], *, at_rest: bool = True) -> Message | N
 # --- the processes ---------------------------------------------------------------------------------
 
 
-def _run(hardware: Hardware, parts: Sequence[str], node: MeasuringNode, tell: Tell, *, quick: bool) -> Finding:
+def _run(hardware: Hardware, parts: Sequence[str], node: MeasuringNode, tell: Tell, *, quick: bool) -> MeasuredSoFar:
     """Measure the parts, in as many starts as it takes."""
-    found, left = Finding(), list(parts)
+    found, left = MeasuredSoFar(), list(parts)
     deadline = time.monotonic() + START_S + MOST_S[quick]
     try:
         while left:
@@ -220,7 +220,7 @@ def _run(hardware: Hardware, parts: Sequence[str], node: MeasuringNode, tell: Te
     return found
 
 
-def _take(found: Finding, part: str, lines: Sequence[Mapping[str, Any]]) -> None:
+def _take(found: MeasuredSoFar, part: str, lines: Sequence[Mapping[str, Any]]) -> None:
     """What all ranks found of a part, as one."""
     found.raw[part] = [line.get("raw") for line in lines]
     by_name: dict[str, list[float]] = {}
@@ -252,7 +252,7 @@ class WatchedRanks:
             found.append([parse_json(line) for line in written])
         return found
 
-    def wait_for_start(self, found: Finding, until: float) -> Message | None:
+    def wait_for_start(self, found: MeasuredSoFar, until: float) -> Message | None:
         """None: every rank has said what it runs on; or why they are not waited for any longer."""
         began = time.monotonic()
         while True:

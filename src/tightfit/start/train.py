@@ -63,7 +63,16 @@ from tightfit.runs.own import Changed, Refused, Resume
 from tightfit.runs.records import RunFolder, WorkerFile, placed, read_plan_folder, worker_file
 from tightfit.runs.run import Outcome
 from tightfit.runs.supervise import MAX_ATTEMPTS
-from tightfit.start.machine import Busy, Nodes, TrainingMachine, check_free, reservations, taken_gpus, wait_while_busy
+from tightfit.start.machine import (
+    Busy,
+    Nodes,
+    TrainingMachine,
+    check_free,
+    check_free_ram,
+    reservations,
+    taken_gpus,
+    wait_while_busy,
+)
 from tightfit.types import (
     STAGES,
     Buckets,
@@ -207,6 +216,8 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
     devices = machine.devices_for(worker, ids) if nodes.hostfile is None else ()
     if plan is None and nodes.hostfile is None:
         machine.check_ram(worker)
+    if nodes.hostfile is None:
+        check_free_ram(worker)
     check_packages(worker)
     return Ready(
         worker=worker,

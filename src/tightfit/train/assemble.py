@@ -30,14 +30,14 @@ from tightfit.train.events import Events
 from tightfit.train.kernels import install_kernels
 from tightfit.train.loss import try_kernels
 from tightfit.train.place import Place
-from tightfit.train.recompute import recompute, say_whole
+from tightfit.train.recompute import count_whole, recompute, say_whole
 from tightfit.train.safetensors_files import Files
 from tightfit.train.scratch import Scratch
 from tightfit.train.shards import Columns, outline
 from tightfit.train.sources import open_weights
 from tightfit.train.stages import Stages, cut
 from tightfit.train.tiles import tile_mlps
-from tightfit.types import DDP, ConfigError
+from tightfit.types import DDP, Checkpointing, ConfigError
 
 PIECE_ELEMENTS = 1 << 24
 
@@ -131,15 +131,23 @@ def assemble(
             stages = Stages(config.stages, gpu, levers.pipeline_parallel)
             cut(model, stages)
         if method == "qlora":
+            rests_on = torch.device("cpu") if levers.streams else place.device
             build.quantise(
-                model, lambda name, shape: read(name, shape, 0, prod(shape)).view(shape), place.device, working
+                model,
+                lambda name, shape: read(name, shape, 0, prod(shape)).view(shape),
+                place.device,
+                working,
+                rests_on,
             )
         model = adapt(model)
         if not zero3:
             build.cast_meta(model, rests_in)
         if levers.mlp == "tiled":
             tile_mlps(model)
-        recomputed, within, compiler, compile_said = 0, 0, None, None
+        recomputed, within, compiler, compile_said, how = 0, 0, None, None, levers.checkpointing
+        if levers.streams and not how.select:  # whole layers recompute as the engine walks through them
+            recomputed = count_whole(model, how)
+            how = Checkpointing(layers=0)
         if levers.compile == "layers":
             obstacle: Said | None = find_obstacle(levers, place)
             if obstacle is None:
@@ -149,11 +157,11 @@ def assemble(
                     obstacle = say_why(error)
             if obstacle is None:
                 compiler = Compiler(events)
-                within = compiler.compile(model, levers.checkpointing, place.device)
+                within = compiler.compile(model, how, place.device)
             else:
                 compile_said = Message("train.not-compiled", why=obstacle)
         if compiler is None:
-            recomputed = recompute(model, levers.checkpointing)
+            recomputed += recompute(model, how)
         select_said = say_whole(model, levers.checkpointing)
         progress = events.progress(Message("train.reading-weights"))
         engine: Engine
@@ -182,6 +190,17 @@ def assemble(
                     build.freeze(drawn, levers)
                 trained = {name: tuple(each.shape) for name, each in drawn.named_parameters() if each.requires_grad}
                 engine = Pipeline(model, levers, place, config.training, mesh, stages, trained)
+        elif levers.streams:
+            from tightfit.train.engines.stream import StreamAdapters, StreamWeights
+            from tightfit.train.optimizers import name_decays
+            from tightfit.train.streaming import place_model
+
+            decays = name_decays(model, config.training.weight_decay) if levers.lora is None else {}
+            stream = place_model(model, levers, place, decays)
+            fill(model, read, working, place.rank, progress)
+            _move_buffers(model, place.device)
+            kind = StreamWeights if levers.lora is None else StreamAdapters
+            engine = kind(model, levers, place, config.training, stream)
         else:
             materialise(model, place.device)
             fill(model, read, working, place.rank, progress)

@@ -317,8 +317,8 @@ def adapter_dtype(levers: Levers) -> torch.dtype:
     return DTYPES[levers.precision]
 
 
-def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype) -> None:
-    """Replace every linear layer but the head by an NF4 one, a matrix at a time."""
+def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype, rests_on: torch.device) -> None:
+    """Replace every linear layer but the head by an NF4 one, a matrix at a time. `device`: the one that packs them."""
     try:
         layers: Any = import_module("bitsandbytes.nn")
     except ImportError:
@@ -341,10 +341,11 @@ def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.d
             )
             whole = read(f"{name}.weight", tuple(child.weight.shape)).to(compute)
             packed.weight = layers.Params4bit(whole, requires_grad=False, quant_type="nf4").to(device)
+            packed.weight.data = packed.weight.data.to(rests_on)
             del whole  # before the next one is read
             packed.quant_state = packed.weight.quant_state  # FSDP2 replaces the parameter, which loses it
             if child.bias is not None:
-                bias = read(f"{name}.bias", tuple(child.bias.shape)).to(device, compute)
+                bias = read(f"{name}.bias", tuple(child.bias.shape)).to(rests_on, compute)
                 packed.bias = nn.Parameter(bias, requires_grad=False)
             packed.register_forward_hook(_let_go_of_weight)
             setattr(parent, leaf, packed)

@@ -70,11 +70,11 @@ def own_experts(model: Any, mesh: DeviceMesh, *, is_rehearsal: bool = False) -> 
         module.num_experts = own
         setattr(module, OWNED, OwnedRows(index * own, total))
         load = busiest_load(total, size) if is_rehearsal else 1.0
-        module.forward = partial(run_experts, module.forward, Owners(group, size, own, load))
+        module.forward = partial(run_experts, module.forward, ExpertOwners(group, size, own, load))
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
+class ExpertOwners:
     """The ranks that share experts."""
 
     group: Any
@@ -88,7 +88,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def run_experts(
-    compute: Compute, owners: Owners, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    compute: Compute, owners: ExpertOwners, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """What `compute` returns of this rank's tokens, if it had all experts. It has this rank's."""
     count_T, top_k = top_k_index.shape
@@ -129,7 +129,7 @@ class Travel:
         return self.there.reverse()
 
 
-def plan_travel(top_k_index: Tensor, owners: Owners) -> Travel:
+def plan_travel(top_k_index: Tensor, owners: ExpertOwners) -> Travel:
     """Of rows that are sorted by expert."""
     chosen = top_k_index.reshape(-1)
     counts = chosen.new_zeros(owners.size * owners.own, dtype=torch.int64)

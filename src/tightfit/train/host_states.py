@@ -34,12 +34,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count as count_up
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tightfit.train.engines import MASTER, moments
+from tightfit.train.host_adam import HostAdam, Step
 from tightfit.train.optimizers import BETAS, BLOCK, EPS, quantise
 from tightfit.types import States
 
@@ -47,6 +48,7 @@ PIECE = BLOCK * 2**12  # elements that are updated at a time on the host
 STAGED = BLOCK * 2**13  # on a card
 LANES = 2  # pieces on a card: one arrives while the other leaves
 STRETCH = 2**20  # elements that read the table of noise from one place on
+ALIGNMENT = 64  # bytes
 LOWER = 15  # bits of a float below those that the table of codes is read by
 FIRST, SECOND = moments("adamw")
 
@@ -117,7 +119,7 @@ class EightBit:
     def widen(self, kind: str, stored: Stored, bench: Bench) -> Tensor:
         codes, scales = stored
         index = bench.take("index", codes.numel(), torch.int64).copy_(codes)
-        wide = torch.gather(numbers_of(kind, codes.device), 0, index, out=bench.take(kind, codes.numel()))
+        wide = look_up(numbers_of(kind, codes.device), index, bench.take(kind, codes.numel()))
         wide.view(-1, BLOCK).mul_(scales[:, None])
         return wide
 
@@ -218,10 +220,22 @@ class Lane:
             self._stream.synchronize()
 
 
-class Step(NamedTuple):
-    rate: float
-    number: int  # from 1
-    factor: float  # of gradients
+def pad(size: int) -> int:
+    """Bytes up to where the next tensor of a unit may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def count_bytes(elements: int, states: States, *, master: bool) -> int:
+    """What a unit of so many elements allocates, each tensor at a multiple of `ALIGNMENT`."""
+    total = 0
+
+    def allocate(size: int) -> Tensor:
+        nonlocal total
+        total += pad(size)
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    HostStates([(elements, 0.0)], states, master=master, allocate=allocate)
+    return total
 
 
 class HostStates:
@@ -235,12 +249,15 @@ class HostStates:
         master: bool,
         allocate: Callable[[int], Tensor],
         through: Staging | None = None,
+        kernel: HostAdam | None = None,
         seed: int = 0,
     ) -> None:
         """`decays`: consecutive segments of the unit, elements and weight decay of each; `allocate` gives so many bytes
         of host memory. Without `master`, the weights themselves are what is updated. `through`: updates happen on a
-        card. `seed` tells the noise of one unit from another's."""
+        card. `kernel`: for fp32 states on the host, in the place of torch's. `seed` tells the noise of one unit from
+        another's."""
         self._decays, self._format, self._through, self._seed = tuple(decays), FORMATS[states], through, seed
+        self._kernel = kernel if states == "fp32" else None
         self.elements = sum(count for count, _ in self._decays)
         self.kinds = (MASTER, FIRST, SECOND) if master else (FIRST, SECOND)
         self._master = allocate(4 * self.elements).view(torch.float32) if master else None
@@ -270,6 +287,18 @@ class HostStates:
         if begin % BLOCK or (end % BLOCK and end != self.elements):
             raise ValueError(f"elements {begin} to {end} are no whole blocks of {BLOCK}")
         taken = Step(rate, step, factor)
+        updated = weights if self._master is None else self._master
+        narrow = None if self._master is None else weights
+        if self._through is None and self._kernel is not None and _suits(updated, narrow):
+            held = {
+                kind: self._format.widen(kind, stored, Bench(0, weights.device)) for kind, stored in self._held.items()
+            }
+            for first, last, decay in self._segments(slice(begin, end)):
+                at = slice(first, last)
+                pair = held[FIRST][at], held[SECOND][at]
+                into = None if narrow is None else narrow[at]
+                self._kernel.update(updated[at], gradients[at], pair, into, taken, decay)
+            return
         if self._through is None:
             bench = Bench(min(PIECE, end - begin), torch.device("cpu"))
             for place in cut(begin, end, PIECE):
@@ -366,6 +395,11 @@ class HostStates:
                 each.zero_()
 
 
+def _suits(updated: Tensor, narrow: Tensor | None) -> bool:
+    """Whether the kernel takes these."""
+    return updated.dtype == torch.float32 and (narrow is None or narrow.dtype == torch.bfloat16)
+
+
 def cut(begin: int, end: int, piece: int) -> Iterator[slice]:
     """Pieces from `begin` to `end`, cut at multiples of `piece`."""
     at = begin
@@ -435,13 +469,19 @@ def numbers_of(kind: str, device: torch.device) -> Tensor:
 
 
 def find_nearest(values: Tensor, codes: Tensor, kind: str, bench: Bench) -> None:
-    """The code of the nearest number for each of `values`, which lie between -1 and 1; it changes them."""
+    """The code of the nearest number for each of `values`, whole blocks of them between -1 and 1; it changes them."""
     keys = _order(values.view(torch.int32), bench.take("sign", values.numel(), torch.int32))
     index = bench.take("index", values.numel(), torch.int64)
     upper = torch.bitwise_right_shift(keys, LOWER, out=bench.take("sign", values.numel(), torch.int32))
     index.copy_(upper).add_(1 << 31 - LOWER)
-    found = torch.gather(_table(kind, values.device), 0, index, out=upper)
+    found = look_up(_table(kind, values.device), index, upper)
     codes.copy_(found.add_(keys.bitwise_and_((1 << LOWER) - 1)).bitwise_right_shift_(LOWER))
+
+
+def look_up(table: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """`table[index]`. Over one dimension torch gathers with a single thread."""
+    torch.gather(table.expand(index.numel() // BLOCK, -1), 1, index.view(-1, BLOCK), out=out.view(-1, BLOCK))
+    return out
 
 
 def _order(bits: Tensor, spare: Tensor) -> Tensor:

@@ -188,6 +188,7 @@ class Loop:
                 self._evaluate(step)
                 continue
             rate, heartbeat = learning_rate(self.config.training, step, self.steps), self.events.heartbeat
+            self.engine.expect_rate(rate)
             added = self._accumulate(step, window)
             heartbeat.at("step", step + 1)
             launched = self.engine.step(rate)

@@ -32,22 +32,32 @@ from tightfit.train.config import OptimizerConfig
 from tightfit.types import ConfigError, Optimizer
 
 BETAS, EPS = (0.9, 0.999), 1e-8
+CLIP_EPS = 1e-6  # what torch adds to the norm that it divides by
 BLOCK = 256  # elements that share a scale: a constant of bitsandbytes' optimizers, which they do not keep with a state
 PIECE = BLOCK * 2**13  # elements that are converted at a time
 Which = Literal[1, 2]  # the first or the second moment
 Groups = list[dict[str, Any]]
 
 
-def groups(model: nn.Module, weight_decay: float) -> Groups:
-    """What trains, in one group; with weight decay, norms and biases in another one without."""
-    params: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
+def name_decays(model: nn.Module, weight_decay: float) -> dict[str, float]:
+    """The weight decay of everything that trains, by its path."""
+    found = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
             # Matrices decay. A_log is one by its shape alone: Mamba's authors keep decay off it.
             is_matrix = len(getattr(param, "ds_shape", param.shape)) >= 2 and not name.endswith(("A_log", "bias"))
-            params[weight_decay if is_matrix else 0.0].append(param)
-    if not any(params.values()):
+            found[name] = weight_decay if is_matrix else 0.0
+    if not found:
         raise ConfigError(Message("train.nothing-trains"))
+    return found
+
+
+def groups(model: nn.Module, weight_decay: float) -> Groups:
+    """What trains, in one group; with weight decay, norms and biases in another one without."""
+    decays, named = name_decays(model, weight_decay), dict(model.named_parameters())
+    params: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
+    for name, decay in decays.items():
+        params[decay].append(named[name])
     return [{"params": held, "weight_decay": decay} for decay, held in params.items() if held]
 
 
@@ -135,7 +145,7 @@ def clip(grads: list[Tensor], most: float, reduce: Callable[[Tensor], Any] | Non
         reduce(norm.square_())
         norm.sqrt_()
     if most > 0 and grads:
-        torch._foreach_mul_(grads, (most / (norm + 1e-6)).clamp(max=1.0).to(grads[0]))  # as torch does it
+        torch._foreach_mul_(grads, (most / (norm + CLIP_EPS)).clamp(max=1.0).to(grads[0]))  # as torch does it
     return norm
 
 

@@ -144,7 +144,7 @@ def _broadcast(place: Place, nodes: NodeDisks, lying: Lying, name: str) -> bytes
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ByteRange:
     """Bytes [start, stop) of a file of the checkpoint, which lie in a source from `offset` on."""
 
     start: int
@@ -162,17 +162,17 @@ class PartFiles(Files):
         self._folder, self._place, self._nodes = folder, place, nodes
         self._sources: list[tuple[int, Path]] = []  # which node's, and where
         self._sizes: dict[str, int] = {}
-        pieces: dict[str, list[_Piece]] = {}
+        pieces: dict[str, list[_ByteRange]] = {}
         for lying, manifest in zip(judged.lying, judged.manifests, strict=True):
             ranges = {} if manifest.part is None else manifest.part.ranges
             for name, file in sorted(manifest.files.items()):
                 number, at = len(self._sources), 0
                 self._sources.append((lying.node, lying.folder / name))
                 for one in ranges.get(name, ()):
-                    pieces.setdefault(one.file, []).append(_Piece(one.start, one.stop, number, at))
+                    pieces.setdefault(one.file, []).append(_ByteRange(one.start, one.stop, number, at))
                     at += one.stop - one.start
                 if name not in ranges:
-                    pieces.setdefault(name, []).append(_Piece(0, file.bytes, number, 0))
+                    pieces.setdefault(name, []).append(_ByteRange(0, file.bytes, number, 0))
                     self._sizes[name] = file.bytes
             if manifest.part is not None:
                 self._sizes |= manifest.part.sizes
@@ -184,15 +184,15 @@ class PartFiles(Files):
             self._server = threading.Thread(target=self._serve, name="parts", daemon=True)
             self._server.start()
 
-    def _choose(self, pieces: Iterable[_Piece]) -> list[_Piece]:
+    def _choose(self, pieces: Iterable[_ByteRange]) -> list[_ByteRange]:
         """One for every byte, in order: of copies those that lie on this node's disk."""
-        chosen: list[_Piece] = []
+        chosen: list[_ByteRange] = []
         for piece in sorted(pieces, key=lambda one: self._sources[one.source][0] != self._nodes.here):
             low = piece.start
             for other in [*sorted(chosen, key=lambda one: one.start), None]:
                 high = piece.stop if other is None else min(piece.stop, other.start)
                 if low < high:
-                    chosen.append(_Piece(low, high, piece.source, piece.offset + low - piece.start))
+                    chosen.append(_ByteRange(low, high, piece.source, piece.offset + low - piece.start))
                 if other is not None:
                     low = max(low, other.stop)
         return sorted(chosen, key=lambda one: one.start)

@@ -57,7 +57,7 @@ def recompute(model: Any, how: Checkpointing) -> int:
         return 0
     body, layers = body_of(model), number_layers(model)
     body.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wanted = sum(how.layers is None or index < how.layers for index, _ in layers)
+    wanted = count_whole(model, how)
     if not all(hasattr(layer, "gradient_checkpointing") for _, layer in layers):
         if wanted != len(layers) or how.offload:
             raise ConfigError(Message("train.cannot-recompute-some", model=type(body).__name__))
@@ -70,6 +70,11 @@ def recompute(model: Any, how: Checkpointing) -> int:
         elif how.select and layer.gradient_checkpointing and has_parts(layer):
             layer._gradient_checkpointing_func = Selection(layer, how.select).run
     return wanted
+
+
+def count_whole(model: Any, how: Checkpointing) -> int:
+    """How many layers are to recompute."""
+    return sum(how.layers is None or index < how.layers for index, _ in number_layers(model))
 
 
 def on_the_host(function: Callable[..., Any], *args: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tightfit.train.mesh import ALL, OWNERS, SHARDS, TENSOR
 from tightfit.train.nvme import resident
 
+HOME = "tightfit_home"  # the attribute of a parameter that rests on the host: where, in the parameter's shape
 OWNED = "tightfit_owns"  # the attribute of a module whose parameters are some rows of the model's: `OwnedRows`
 ADAPTED = "base_model.model."  # what PEFT puts before every name, and `base_layer.` before a weight's
 
@@ -109,7 +110,7 @@ class Shard:
         if isinstance(param, DTensor):
             held = param._local_tensor
             return held.detach().reshape(-1) if self.size else held.new_empty(0)
-        whole: Tensor = param.data.view(-1)
+        whole: Tensor = getattr(param, HOME, param.data).view(-1)
         return whole
 
     @contextmanager

@@ -60,7 +60,7 @@ class StageLayers(nn.ModuleList):
         for number, layer in enumerate(layers):
             if stages.holds(number):
                 self._modules[str(number)] = layer
-        self._passed = {number: _Passed(layer) for number, layer in enumerate(layers) if not stages.holds(number)}
+        self._passed = {number: Passed(layer) for number, layer in enumerate(layers) if not stages.holds(number)}
 
     @property
     def depths(self) -> list[int]:
@@ -84,7 +84,7 @@ class StageLayers(nn.ModuleList):
         found: list[Any] = [self._modules.get(str(number)) or self._passed[number] for number in range(self._whole)]
         for number in range(self._whole):
             if number not in inside:
-                found[number] = self._passed.get(number) or _Passed(found[number])
+                found[number] = self._passed.get(number) or Passed(found[number])
         if inside.start > 0:
             found[inside.start] = _Arriving(found[inside.start], stages)
         if inside.stop < self._whole:
@@ -92,7 +92,7 @@ class StageLayers(nn.ModuleList):
         return found
 
 
-class _Passed:
+class Passed:
     """In the place of a layer that does not run. What it returns is handed on by the model, as it is or as the first
     of a tuple, and read by nobody."""
 
@@ -127,10 +127,10 @@ class _Leaving:
         self.__dict__.update(vars(passed))
 
     def __call__(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
-        raise _Left(hidden)
+        raise Left(hidden)
 
 
-class _Left(Exception):
+class Left(Exception):
     """The pass is through its stage."""
 
 
@@ -163,11 +163,11 @@ def cut(model: Any, stages: Stages) -> None:
     for path, module in holders:
         below = module is not head and (isinstance(module, nn.Embedding) or "embed" in path)
         if not (stages.has_embedding if below else stages.has_head):
-            _replace(model, path, _Elsewhere(stages) if below else nn.Identity())
+            replace(model, path, _Elsewhere(stages) if below else nn.Identity())
     setattr(model, TIED, tied)
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and list(module) == layers:
-            _replace(model, path, StageLayers(layers, stages))
+            replace(model, path, StageLayers(layers, stages))
             return
 
 
@@ -181,7 +181,7 @@ def find_tied(model: Any) -> Mapping[str, str]:
     return found
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+def replace(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 
@@ -197,7 +197,7 @@ def leave_after_stage(model: Any, stages: Stages) -> None:
         inputs.pop("labels", None)
         try:
             getattr(self, self.base_model_prefix)(**inputs)
-        except _Left as left:
+        except Left as left:
             (hidden,) = left.args
             return hidden
         raise ModelError(Message("train.layers-not-passed", model=type(self).__name__))

@@ -127,15 +127,15 @@ def _gather_first(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before a block, whose first argument is what it reads."""
     if words:
-        return (Gather.apply(words[0], group), *words[1:]), named  # type: ignore[no-untyped-call]
-    return words, {**named, "hidden_states": Gather.apply(named["hidden_states"], group)}  # type: ignore[no-untyped-call]
+        return (GatherTokens.apply(words[0], group), *words[1:]), named  # type: ignore[no-untyped-call]
+    return words, {**named, "hidden_states": GatherTokens.apply(named["hidden_states"], group)}  # type: ignore[no-untyped-call]
 
 
 def _reduce_after(forward: Callable[..., Tensor], group: Any, _: nn.Module, *words: Any, **named: Any) -> Any:
     return Reduce.apply(forward(*words, **named), group)  # type: ignore[no-untyped-call]
 
 
-class Gather(torch.autograd.Function):
+class GatherTokens(torch.autograd.Function):
     """(B, T, H) → (B, L, H)."""
 
     @staticmethod

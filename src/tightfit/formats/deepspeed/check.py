@@ -24,7 +24,7 @@ from tightfit.formats.deepspeed.keys import (
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
     WARMUP_CHECKED_SINCE,
-    Takes,
+    KeyTakes,
 )
 from tightfit.formats.deepspeed.read import read_deepspeed
 from tightfit.formats.document import Document, read_document
@@ -299,7 +299,7 @@ def check_kinds(sheet: Sheet) -> None:
     _check_scheduler(sheet)
 
 
-def _is_taken(place: str, value: Any, takes: Takes) -> bool:
+def _is_taken(place: str, value: Any, takes: KeyTakes) -> bool:
     if value is None:
         return takes.nullable
     if takes.kind == "switch":
@@ -340,7 +340,7 @@ def _switch_in_words(sheet: Sheet, place: str, value: str) -> None:
         sheet.note("ds-text-switch", place, "deepspeed.text-is-true", fix, value=shown(value))
 
 
-def _refuse(sheet: Sheet, place: str, value: Any, takes: Takes) -> None:
+def _refuse(sheet: Sheet, place: str, value: Any, takes: KeyTakes) -> None:
     key, fix = place.rpartition(".")[2], propose(takes.phrase)
     what = Message("deepspeed.must-be", key=key, phrase=takes.phrase, value=shown(value))
     if isinstance(value, bool) and takes.kind != "words" and place != "fp16.loss_scale":

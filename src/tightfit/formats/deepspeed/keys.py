@@ -37,7 +37,7 @@ LOUD = frozenset(_REFUSING).union(path for path in KEYS if path.startswith("zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Takes:
+class KeyTakes:
     """What a key takes."""
 
     kind: Literal["whole", "number", "switch", "words"]
@@ -64,20 +64,20 @@ class Takes:
         return Message("deepspeed.from-to", noun=noun, least=self.least, most=self.most)
 
 
-def _takes(block: str, name: str, mark: str) -> Takes:
+def _takes(block: str, name: str, mark: str) -> KeyTakes:
     """The blocks are pydantic's, which refuses null; the top level has no such reader."""
     if mark == "?":
         null = name in _NULLABLE or (not block and name != "wall_clock_breakdown")
-        return Takes(kind="switch", nullable=null)
-    return Takes(kind="whole", least=int(mark[1:]) if mark[1:] else None, nullable=not block)
+        return KeyTakes(kind="switch", nullable=null)
+    return KeyTakes(kind="whole", least=int(mark[1:]) if mark[1:] else None, nullable=not block)
 
 
 _NULLABLE = ("overlap_comm", "online", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
 _ZERO, _OPTIMIZER, _ZENFLOW = (f"zero_optimization{block}" for block in ("", ".offload_optimizer", ".zenflow"))
-_SHARE = Takes(kind="number", least=0, most=1)
-_DEVICE = Takes(kind="words", words=("none", "cpu", "nvme"))
-_DTYPE = Takes(kind="words", words=("fp16", "bf16", "fp32"), nullable=True)
-TAKES: dict[str, Takes] = {
+_SHARE = KeyTakes(kind="number", least=0, most=1)
+_DEVICE = KeyTakes(kind="words", words=("none", "cpu", "nvme"))
+_DTYPE = KeyTakes(kind="words", words=("fp16", "bf16", "fp32"), nullable=True)
+TAKES: dict[str, KeyTakes] = {
     **{
         f"{block}.{name}" if block else name: _takes(block, name, mark)
         for block, marks in _TABLES.items()
@@ -90,13 +90,13 @@ TAKES: dict[str, Takes] = {
     f"{_OPTIMIZER}.cpuadam_cores_perc": _SHARE,
     f"{_ZENFLOW}.auto_ratio": _SHARE,
     f"{_ZENFLOW}.pt_reserved_cores_perc": _SHARE,
-    f"{_ZENFLOW}.topk_ratio": Takes(kind="number", least=0, most=1, open_ends=True),
-    "fp16.loss_scale": Takes(kind="number", least=0),
-    "gradient_clipping": Takes(kind="number", least=0, nullable=True),
+    f"{_ZENFLOW}.topk_ratio": KeyTakes(kind="number", least=0, most=1, open_ends=True),
+    "fp16.loss_scale": KeyTakes(kind="number", least=0),
+    "gradient_clipping": KeyTakes(kind="number", least=0, nullable=True),
     "communication_data_type": _DTYPE,
     "seq_parallel_communication_data_type": _DTYPE,
-    "gradient_allreduce_op": Takes(kind="words", words=("mean", "sum")),
-    "checkpoint.tag_validation": Takes(kind="words", words=("Ignore", "Warn", "Fail")),
+    "gradient_allreduce_op": KeyTakes(kind="words", words=("mean", "sum")),
+    "checkpoint.tag_validation": KeyTakes(kind="words", words=("Ignore", "Warn", "Fail")),
 }
 """Dotted key → what it takes. Of two spellings, with `stage3_` and without, both are here."""
 

@@ -265,6 +265,9 @@ class Engine(ABC):
     def expect(self, steps: int) -> None:  # noqa: B027 - most have no use for it
         """The run has so many steps in all."""
 
+    def expect_rate(self, learning_rate: float) -> None:  # noqa: B027 - likewise
+        """The window that follows ends in a step at this rate."""
+
     def own_states(self) -> Mapping[str, Tensor]:
         """What only this rank has, and only ranks of the same number and way of sharing could use, flat, by name: what
         a compressed message left out. Every rank has tensors of the same size."""

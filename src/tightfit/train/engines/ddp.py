@@ -117,13 +117,18 @@ class Ddp(ScaledEngine):
         """Every gradient in fp32, to the copy of its parameter; the narrow ones go."""
         narrow = self._take_grads()
         if self._wide is None:
-            sizes = [copy.numel() for copy in self._copies]
-            self._wide = torch.empty(sum(sizes), dtype=torch.float32, device=self._place.device)
-            for copy, part in zip(self._copies, torch.split(self._wide, sizes), strict=True):
-                copy.grad = part.view(copy.shape)
+            self._make_wide()
             torch._foreach_copy_([_grad(copy) for copy in self._copies], narrow)
         else:
             torch._foreach_add_([_grad(copy) for copy in self._copies], narrow)
+
+    def _make_wide(self) -> Tensor:
+        """Memory for them."""
+        sizes = [copy.numel() for copy in self._copies]
+        self._wide = torch.empty(sum(sizes), dtype=torch.float32, device=self._place.device)
+        for copy, part in zip(self._copies, torch.split(self._wide, sizes), strict=True):
+            copy.grad = part.view(copy.shape)
+        return self._wide
 
     def _take_grads(self) -> list[Tensor]:
         """Zeros where a batch reached nothing, such as an expert: every rank must have something to add up."""

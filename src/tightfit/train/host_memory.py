@@ -1,0 +1,73 @@
+"""Host memory of exactly the size that is asked for, locked so that a GPU copies to and from it by itself.
+
+PyTorch's own pinned memory comes in powers of two: of 100 GiB it would take 128. Here pages are mapped and registered
+with the driver as they are.
+
+Ranks of one machine may share it. It is then one file without a name, of which every rank maps the same parts in the
+same order: a container's /dev/shm, which is small, has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.messages import Message
+from tightfit.train.place import Place
+from tightfit.types import ConfigError
+
+HUGE = 2 * 2**20  # bytes of a huge page
+
+
+class HostMemory:
+    """What this rank, or all ranks of this machine together, take of it."""
+
+    def __init__(self, place: Place, *, shared: bool) -> None:
+        self._locks, self._device = place.on_gpu, place.device
+        self._file = share_file(place) if shared else None
+        self.taken = 0
+
+    def take(self, size: int, *, lock: bool = True) -> Tensor:
+        """`size` bytes, all zero."""
+        length = -(-max(size, 1) // HUGE) * HUGE
+        if self._file is None:
+            pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            os.posix_fallocate(self._file, self.taken, length)
+            pages = mmap.mmap(self._file, length, offset=self.taken)
+        with suppress(OSError, AttributeError):  # it is faster with them, no more
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        self.taken += length
+        made = torch.frombuffer(pages, dtype=torch.uint8)
+        if lock and self._locks and not register(made, self._device):
+            raise ConfigError(Message("train.cannot-lock-all", gib=self.taken / 2**30))
+        return made[:size]
+
+
+def register(memory: Tensor, device: torch.device) -> bool:
+    """Lock these pages for the GPU; whether that was possible. No page may be registered twice."""
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(driver.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # the next kernel would be told this error as its own
+        torch.zeros(1, device=device)
+    return False
+
+
+def share_file(place: Place) -> int:
+    """A file of the first rank's, which has no name; every rank has it open."""
+    import torch.distributed as dist
+
+    number = os.memfd_create("tightfit") if place.rank == 0 else -1
+    where = torch.tensor([os.getpid(), number], dtype=torch.int64, device=place.device)
+    dist.broadcast(where, src=0)
+    if place.rank:
+        pid, number = where.tolist()
+        number = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    dist.barrier()
+    return number
