@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightfit.train import host_states
-from tightfit.train.host_states import HostStates, Staging
+from tightfit.train.host_adam import find_host_adam
+from tightfit.train.host_states import CardRoom, HostStates
 from tightfit.types import States
 
 RATE, FACTOR, TURNS = 1e-4, 0.9, 5
@@ -40,6 +42,8 @@ def main() -> None:
         show(bench, threads, "fp32", ways)
     torch.set_num_threads(most)
     others = {"torch AdamW, fused": bench.torch(fused=True), "torch AdamW, foreach": bench.torch(fused=False)}
+    if (kernel := find_host_adam(most)) is not None:
+        others["ours fp32, compiled"] = bench.ours("fp32", kernel=kernel)
     show(bench, most, "fp32", others | bench.deepspeed())
     for states in FORMATS:
         ways = {
@@ -80,11 +84,9 @@ class Bench:
     def _allocate(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=self._pins)
 
-    def ours(
-        self, states: States, piece: int = host_states.PIECE, *, master: bool = True, through: Staging | None = None
-    ) -> Way:
-        decays = [(self.elements, 0.1)]
-        held = HostStates(decays, states, master=master, allocate=self._allocate, through=through)
+    def ours(self, states: States, piece: int = host_states.PIECE, *, master: bool = True, **more: Any) -> Way:
+        """`more`: the compiled kernel, or a card's room."""
+        held = HostStates([(self.elements, 0.1)], states, master=master, allocate=self._allocate, **more)
         held.start(self.weights)
 
         def update() -> None:
@@ -94,7 +96,7 @@ class Bench:
         return update
 
     def card(self, states: States) -> Way:
-        room = Staging(torch.device("cuda"), states, master=True, dtype=torch.bfloat16)
+        room = CardRoom(torch.device("cuda"), states, master=True, dtype=torch.bfloat16)
         return self.ours(states, through=room)
 
     def torch(self, *, fused: bool) -> Way:

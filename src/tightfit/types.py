@@ -656,6 +656,11 @@ class Levers:
         return self.engine == STREAM
 
     @property
+    def steps_on_host(self) -> bool:
+        """Whether the processor's cores update weights."""
+        return self.offload_optimizer != "none" or (self.streams and self.method == "full")
+
+    @property
     def shards_nothing(self) -> bool:
         """Whether every GPU has all of everything."""
         return self.engine in (DDP, "zero0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from tightfit.inputs.flags import BARE
 from tightfit.memory import estimate
@@ -44,8 +45,15 @@ def candidates(question: Question) -> Iterator[tuple[Question, Levers]]:
                     depths = [BARE, *(replace(deepest, layers=count) for count in some), deepest]
                     if corner.is_whole:
                         depths.append(OFFLOADED)
-                for depth in depths:
-                    yield asked, replace(corner.levers, checkpointing=depth)
+                for depth, resident in product(depths, residents(asked, base)):
+                    yield asked, replace(corner.levers, checkpointing=depth, resident=resident)
+
+
+def residents(question: Question, levers: Levers) -> list[int]:
+    """How many layers may stay on the GPU; most engines do not ask."""
+    if not levers.streams or "resident" in question.pinned:
+        return [levers.resident]
+    return [*range(question.shape.n_layers + 1)]
 
 
 def parts(hardware: Hardware) -> Iterator[Hardware]:

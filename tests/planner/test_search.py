@@ -69,6 +69,19 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
         effective_batch=8,
         sequence=4096,
     ),
+    "layers stream": lambda: ask(
+        built("llama", 6, 2048, 5000, True),
+        machine("1x24GB", "16GB"),
+        levers={"engine": "stream", "attention": "sdpa", "loss": "fused"},
+        effective_batch=4,
+    ),
+    "frozen layers stream, and the host cannot hold them all": lambda: ask(
+        built("llama", 6, 2048, 5000, False),
+        machine("1x24GB", "2GB"),
+        method="lora",
+        levers={"engine": "stream", "attention": "sdpa", "loss": "fused"},
+        effective_batch=4,
+    ),
     "pinned depth": lambda: ask(
         built("mamba2", 3, 512, 5000, True), machine("2x24GB"), levers={"checkpointing": "layers:1"}
     ),
@@ -77,14 +90,13 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
     ),
 }
 
+QUICK = [name for name in QUESTIONS if name.startswith(("llama, two GPUs", "a selection", "layers stream"))]
+
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name.startswith(("llama, two GPUs", "a selection")) else pytest.param(name, marks=pytest.mark.slow)
-        for name in QUESTIONS
-    ],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in QUESTIONS],
 )
 def test_the_choice_is_that_of_trying_everything(name: str) -> None:
     question = QUESTIONS[name]()
@@ -141,7 +153,7 @@ def test_no_two_candidates_are_equally_simple() -> None:
 
 @pytest.mark.thorough
 @properties()
-@given(corners_of_any_job())
+@given(corners_of_any_job(streams=False))
 def test_more_recomputing_layers_never_make_a_step_faster(drawn: tuple[Question, candidates.Corner]) -> None:
     question, corner = drawn
     times = Clock(question.shape, corner.levers, question.hardware).times(corner.rest, corner.choice)
@@ -155,7 +167,7 @@ def test_more_recomputing_layers_never_make_a_step_faster(drawn: tuple[Question,
 
 @pytest.mark.thorough
 @properties()
-@given(corners_of_any_job())
+@given(corners_of_any_job(streams=False))
 def test_arithmetic_alone_takes_no_longer_than_the_gpus_own_work(drawn: tuple[Question, candidates.Corner]) -> None:
     question, corner = drawn
     clock = Clock(question.shape, corner.levers, replace(question.hardware, nodes=1, gpus_per_node=1))

@@ -53,9 +53,7 @@ class Turn(NamedTuple):
 
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     turns, count = _turns_of(job), job.levers.accumulation
-    always = combine(hold_always(job), _shared(job))
-    here = [0 if turn.whole and job.depth.offload else turn.keeps for turn in turns]  # of each layer on the GPU
-    below = _start_below(job) * count if job.depth.offload else 0  # otherwise the lowest layer keeps it
+    always, here, below = combine(hold_always(job), _shared(job)), _keep_here(job), _keep_below(job)
     moments = list[Components]()
     kept = 0
     for turn, own in zip(turns, here, strict=True):
@@ -69,6 +67,21 @@ def passes(job: MemoryJob) -> dict[PhaseName, Components]:
         "loss": combine(at_the_loss(job), {"activations": kept + below + _beside_the_loss(job, turns)}),
         "backward": combine(always, _adapters_gradients(job), worst(*_moments_back(job, turns, here, below))),
     }
+
+
+def _keep_here(job: MemoryJob) -> list[int]:
+    """What each layer keeps of a micro batch on the GPU."""
+    return [0 if turn.whole and job.depth.offload else turn.keeps for turn in _turns_of(job)]
+
+
+def _keep_below(job: MemoryJob) -> int:
+    """Hidden states below the layers; where their inputs do not leave for the host, the lowest layer keeps them."""
+    return _start_below(job) * job.levers.accumulation if job.depth.offload else 0
+
+
+def count_kept_bytes(job: MemoryJob) -> int:
+    """On the GPU between the passes."""
+    return job.levers.accumulation * sum(_keep_here(job)) + _keep_below(job)
 
 
 def _moments_back(job: MemoryJob, turns: tuple[Turn, ...], here: list[int], below: int) -> list[Components]:

@@ -8,11 +8,12 @@ backward pass begins, and after it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
-from tightfit.memory import engines, host, overhead, zero3
+from tightfit.memory import engines, host, overhead, stream, zero3
 from tightfit.memory.activations import Curve, curve_of
 from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import MemoryJob, at_depth, count_waiting_bytes, make_jobs
@@ -95,6 +96,17 @@ class RowFloor(NamedTuple):
         return sum(loss.values()) + acts.kept + acts.shared + count_waiting_bytes(job, "forward")
 
 
+class StreamFloor(NamedTuple):
+    """The same of layers that stream."""
+
+    job: MemoryJob
+    loss: int
+    after: int
+
+    def held(self, depth: Checkpointing) -> tuple[int, int]:
+        return self.loss + stream.count_kept_bytes(replace(self.job, depth=depth)), 0
+
+
 class Steady(NamedTuple):
     """What is the same at every depth; and on the host, as long as nothing that layers keep waits there."""
 
@@ -131,13 +143,15 @@ class Scale:
         return found
 
     @cached_property
-    def floor(self) -> Floor | RowFloor:
+    def floor(self) -> Floor | RowFloor | StreamFloor:
         job, engine = self.job, self.engine
         if job.row is not None:
             steps = [each.step for each in self.steady_of_each(Checkpointing())]
             return RowFloor(list(chain.from_iterable(self.jobs)), max(steps))
         loss, top = sum(engine.at_the_loss(job).values()), sum(engine.at_the_top(job).values())
         after = max(sum(engine.at_the_end(job).values()), sum(engine.step(job).values()))
+        if self.levers.streams:
+            return StreamFloor(job, loss, after)
         curves = partial(curve_of, self.shape, job.acts.setting, self.levers.frozen_layers)
         if self.levers.stage != 3:
             return Floor(loss, top, after, curves, 0, 0, -1)

@@ -33,6 +33,7 @@ from tightfit.types import (
     DDP,
     PARTS,
     STRATEGY,
+    STREAM,
     Attention,
     AttentionKernel,
     Buckets,
@@ -68,6 +69,7 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero3", "nvme", "none"),
     ("zero3", "nvme", "cpu"),
     ("zero3", "nvme", "nvme"),
+    (STREAM, "none", "none"),
 )
 """Engine, place of the optimizer's states, place of the weights; the simpler ones first."""
 
@@ -296,7 +298,10 @@ def _list_depths(
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):
-        for parts in selections(shape, levers, hardware):
+        chosen = selections(shape, levers, hardware)
+        if levers.streams and levers.compile == "layers" and chosen:
+            chosen += (PARTS,)  # in its own code a layer stops after what it needs; the engine runs it anew to its end
+        for parts in chosen:
             found.append(Checkpointing(layers=None, select=parts))
             is_worth_sending = asked or len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}
             if can_send and is_worth_sending:

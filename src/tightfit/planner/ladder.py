@@ -213,6 +213,8 @@ class Ladder:
         """A layer's input, generously (in fp32, with what comes out of the layer, twice over), on the card and for
         each cap."""
         tokens = self.corner.rest.micro_batch * self.corner.rest.sequence
+        if self.corner.rest.streams:  # whose micro batches pass a layer together
+            tokens *= self.corner.rest.accumulation
         return (1 + len(self.question.caps)) * 4 * tokens * self.question.shape.hidden_size * FP32
 
 

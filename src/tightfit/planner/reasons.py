@@ -16,9 +16,11 @@ from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.stages import split_layers
+from tightfit.memory.units import stays, units_of
 from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.pace import step_seconds
 from tightfit.pace.rates import GROUPS
+from tightfit.pace.stream import waits_for_norm
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.candidates import is_searched
 from tightfit.planner.certainty import tell_apart
@@ -102,6 +104,7 @@ def of_choice(question: Question, way: Way) -> tuple[Said, ...]:
     free = Message("plan.free-memory", needed=needed, size=size, where=where, spare=spare, share=share)
     said: list[Said] = [free, *explain_calibration(way), *explain_taught(way)]
     said += _of_row(question, way)
+    said += _of_streaming(question, way)
     said += [each for each in way.footprint.because if id_of(each) == "price.busiest-experts"]
     said += _of_recomputation(question, way)
     said += _of_speed(question, way)
@@ -157,6 +160,25 @@ def _of_row(question: Question, way: Way) -> Iterator[Message]:
     if way.is_paced:
         share = way.pace.causes.get("pipeline bubble", 0.0) / way.pace.step_s
         yield Message("plan.row-waits", share=share, count=way.levers.accumulation)
+
+
+def _of_streaming(question: Question, way: Way) -> Iterator[Message]:
+    """Which layers rest on the host, and what comes from there how often."""
+    levers = way.levers
+    if not levers.streams:
+        return
+    layers = units_of(way.shape, levers).layers
+    streamed = [unit.bytes for index, unit in enumerate(layers) if not stays(index, levers.resident, len(layers))]
+    if streamed:
+        numbers = {"count": len(streamed), "total": len(layers), "size": amounts(sum(streamed))[0]}
+        yield Message("plan.layers-stream", **numbers)
+    if 0 < levers.resident < len(layers) and "resident" not in question.pinned:
+        yield Message("plan.as-many-stay", count=levers.resident)
+    if any(unit.trained for unit in layers):
+        yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once")
+    if levers.checkpointing.offload:
+        waiting = way.footprint.host.phases["forward"].components.get("activations", 0)
+        yield Message("plan.inputs-wait", size=amounts(waiting)[0])
 
 
 def _of_recomputation(question: Question, way: Way) -> Iterator[Message]:

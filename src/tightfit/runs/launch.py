@@ -234,7 +234,7 @@ def rank_starts(
     }
     if meeting.interface is not None and not is_set_by_user(GLOO):
         shared[GLOO] = meeting.interface  # by itself it takes what this machine's own name means, often the loopback
-    for variable in (*allocator(worker.vendor), *host(worker.vendor, worker.offload_optimizer, worker.gpus_per_node)):
+    for variable in (*allocator(worker.vendor), *host(worker.vendor, worker.steps_on_host, worker.gpus_per_node)):
         if variable.value is not None:
             shared[variable.name] = variable.value
     if "OMP_NUM_THREADS" in shared:  # there it is shell text, to be worked out where it runs

@@ -41,7 +41,7 @@ from tightfit.owned import NotOurs, open_own, replace_file
 from tightfit.runs.events import AttemptBegan, AttemptFailed, Event, attempt_line, read_fields
 from tightfit.runs.heartbeat import DISK_FULL
 from tightfit.runs.processes import began_at, is_alive, this_host
-from tightfit.types import ConfigError, PhaseName, Vendor
+from tightfit.types import STREAM, ConfigError, PhaseName, Vendor
 
 RECORD, EVENTS, ERRORS = "run.json", "events.jsonl", "errors"
 OLD_KEYS = frozenset({"command", "pid", "host", "started", "ended", "state", "exit_code"})
@@ -328,6 +328,11 @@ class WorkerFile:
     gpu_memory_bytes: int | None = None
     pipeline_gpus: int = 1  # in each row
     fullest_gpu: int = 0  # of a row: the one that is rehearsed
+
+    @property
+    def steps_on_host(self) -> bool:
+        """As `Levers` have it."""
+        return self.offload_optimizer != "none" or (self.engine == STREAM and self.method == "full")
 
     @property
     def rehearsed_rank(self) -> int:

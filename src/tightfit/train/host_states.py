@@ -2,8 +2,8 @@
 
 Everything that trains in a unit lies flat, one parameter after the other. On the host an update walks over it in pieces
 that fit in the processors' caches, so that what comes before and after the fused kernel (moments in another format,
-rounding to the working precision) moves no bytes of its own. Or the pieces pass through a card (`Staging`), where there
-is time enough for any format while the link is busy.
+rounding to the working precision) moves no bytes of its own. Or the pieces pass through a card (`CardRoom`), where
+there is time enough for any format while the link is busy.
 
 Ranges begin at multiples of `BLOCK` elements and end there too, or where the unit ends. Torch's kernel computes the
 last few elements of what it is given in another way than the vectors before them, with other roundings; where pieces
@@ -52,10 +52,11 @@ ALIGNMENT = 64  # bytes
 LOWER = 15  # bits of a float below those that the table of codes is read by
 FIRST, SECOND = moments("adamw")
 
+Noise = Callable[[], Tensor]
 Stored = tuple[Tensor, ...]  # a moment as it is kept: its elements and, with 8 bits, a scale for each block
 
 
-class Bench:
+class Workbench:
     """Memory for one piece at work, on one device."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
@@ -73,8 +74,8 @@ class Format(Protocol):
     """How a moment is kept."""
 
     def allocate(self, elements: int, allocate: Callable[[int], Tensor]) -> Stored: ...
-    def widen(self, kind: str, stored: Stored, bench: Bench) -> Tensor: ...
-    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Bench, noise: Callable[[], Tensor]) -> None: ...
+    def widen(self, kind: str, stored: Stored, bench: Workbench) -> Tensor: ...
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None: ...
     def write(self, kind: str, stored: Stored, values: Tensor) -> None: ...
 
 
@@ -82,10 +83,10 @@ class Fp32:
     def allocate(self, elements: int, allocate: Callable[[int], Tensor]) -> Stored:
         return (allocate(4 * elements).view(torch.float32),)
 
-    def widen(self, kind: str, stored: Stored, bench: Bench) -> Tensor:
+    def widen(self, kind: str, stored: Stored, bench: Workbench) -> Tensor:
         return stored[0]
 
-    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Bench, noise: Callable[[], Tensor]) -> None:
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None:
         pass  # `wide` is what is kept
 
     def write(self, kind: str, stored: Stored, values: Tensor) -> None:
@@ -96,10 +97,10 @@ class Bf16:
     def allocate(self, elements: int, allocate: Callable[[int], Tensor]) -> Stored:
         return (allocate(2 * elements).view(torch.bfloat16),)
 
-    def widen(self, kind: str, stored: Stored, bench: Bench) -> Tensor:
+    def widen(self, kind: str, stored: Stored, bench: Workbench) -> Tensor:
         return bench.take(kind, stored[0].numel()).copy_(stored[0])
 
-    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Bench, noise: Callable[[], Tensor]) -> None:
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None:
         if kind == SECOND:
             round_stochastically(wide, noise(), stored[0])
         else:
@@ -116,14 +117,14 @@ class EightBit:
         blocks = -(-elements // BLOCK)
         return allocate(blocks * BLOCK), allocate(4 * blocks).view(torch.float32)
 
-    def widen(self, kind: str, stored: Stored, bench: Bench) -> Tensor:
+    def widen(self, kind: str, stored: Stored, bench: Workbench) -> Tensor:
         codes, scales = stored
         index = bench.take("index", codes.numel(), torch.int64).copy_(codes)
         wide = look_up(numbers_of(kind, codes.device), index, bench.take(kind, codes.numel()))
         wide.view(-1, BLOCK).mul_(scales[:, None])
         return wide
 
-    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Bench, noise: Callable[[], Tensor]) -> None:
+    def narrow(self, kind: str, wide: Tensor, stored: Stored, bench: Workbench, noise: Noise) -> None:
         codes, scales = stored
         blocks = wide.view(-1, BLOCK)
         if kind == FIRST:
@@ -143,7 +144,7 @@ FORMATS: dict[States, Format] = {"fp32": Fp32(), "bf16": Bf16(), "8bit": EightBi
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnitPiece:
     """Some of a unit's elements, from `start` on, wherever they are at work."""
 
     start: int
@@ -151,31 +152,31 @@ class Piece:
     weights: Tensor
     master: Tensor | None
     held: Mapping[str, Stored]
-    bench: Bench
+    bench: Workbench
 
     @property
     def place(self) -> slice:
         return slice(self.start, self.start + self.weights.numel())
 
-    def take_from(self, other: Piece) -> None:
+    def take_from(self, other: UnitPiece) -> None:
         """All that an update needs of it."""
         changed = [(self.weights, other.weights)] if self.master is None else []
         for mine, its in (*changed, *self._pair_states(other), (self.gradients, other.gradients)):
             mine.copy_(its, non_blocking=True)
 
-    def give_to(self, other: Piece) -> None:
+    def give_to(self, other: UnitPiece) -> None:
         """All that an update changed."""
         for mine, its in ((self.weights, other.weights), *self._pair_states(other)):
             its.copy_(mine, non_blocking=True)
 
-    def _pair_states(self, other: Piece) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pair_states(self, other: UnitPiece) -> Iterator[tuple[Tensor, Tensor]]:
         if self.master is not None and other.master is not None:
             yield self.master, other.master
         for kind, stored in self.held.items():
             yield from zip(stored, other.held[kind], strict=True)
 
 
-class Staging:
+class CardRoom:
     """Room on a card through which pieces of units pass, up, updated, and down; made once, for all units."""
 
     def __init__(self, device: torch.device, states: States, *, master: bool, dtype: torch.dtype) -> None:
@@ -192,19 +193,21 @@ class Lane:
 
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(device) if device.type == "cuda" else None
-        self._room = Piece(
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # whose memory these may have been
+        self._room = UnitPiece(
             start=0,
             gradients=torch.empty(STAGED, dtype=torch.float32, device=device),
             weights=torch.empty(STAGED, dtype=dtype, device=device),
             master=torch.empty(STAGED, dtype=torch.float32, device=device) if master else None,
             held={kind: FORMATS[states].allocate(STAGED, allocate) for kind in (FIRST, SECOND)},
-            bench=Bench(STAGED, device),
+            bench=Workbench(STAGED, device),
         )
 
     def use(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def make_room(self, piece: Piece) -> Piece:
+    def make_room(self, piece: UnitPiece) -> UnitPiece:
         count, room = piece.weights.numel(), self._room
         return replace(
             room,
@@ -248,7 +251,7 @@ class HostStates:
         *,
         master: bool,
         allocate: Callable[[int], Tensor],
-        through: Staging | None = None,
+        through: CardRoom | None = None,
         kernel: HostAdam | None = None,
         seed: int = 0,
     ) -> None:
@@ -290,9 +293,8 @@ class HostStates:
         updated = weights if self._master is None else self._master
         narrow = None if self._master is None else weights
         if self._through is None and self._kernel is not None and _suits(updated, narrow):
-            held = {
-                kind: self._format.widen(kind, stored, Bench(0, weights.device)) for kind, stored in self._held.items()
-            }
+            bench = Workbench(0, weights.device)
+            held = {kind: self._format.widen(kind, stored, bench) for kind, stored in self._held.items()}
             for first, last, decay in self._segments(slice(begin, end)):
                 at = slice(first, last)
                 pair = held[FIRST][at], held[SECOND][at]
@@ -300,11 +302,11 @@ class HostStates:
                 self._kernel.update(updated[at], gradients[at], pair, into, taken, decay)
             return
         if self._through is None:
-            bench = Bench(min(PIECE, end - begin), torch.device("cpu"))
+            bench = Workbench(min(PIECE, end - begin), torch.device("cpu"))
             for place in cut(begin, end, PIECE):
                 self._advance(self._pick(place, gradients, weights, bench), taken)
             return
-        bench = Bench(0, torch.device("cpu"))
+        bench = Workbench(0, torch.device("cpu"))
         for number, place in enumerate(cut(begin, end, STAGED)):
             lane, resting = self._through.lanes[number % LANES], self._pick(place, gradients, weights, bench)
             with lane.use():
@@ -315,12 +317,12 @@ class HostStates:
         for lane in self._through.lanes:
             lane.wait()
 
-    def _pick(self, place: slice, gradients: Tensor, weights: Tensor, bench: Bench) -> Piece:
+    def _pick(self, place: slice, gradients: Tensor, weights: Tensor, bench: Workbench) -> UnitPiece:
         master = None if self._master is None else self._master[place]
         held = {kind: cut_stored(stored, place) for kind, stored in self._held.items()}
-        return Piece(place.start, gradients[place], weights[place], master, held, bench)
+        return UnitPiece(place.start, gradients[place], weights[place], master, held, bench)
 
-    def _advance(self, piece: Piece, step: Step) -> None:
+    def _advance(self, piece: UnitPiece, step: Step) -> None:
         """One piece, in place."""
         (beta1, beta2), count, bench = BETAS, piece.weights.numel(), piece.bench
         gradients, weights, device = piece.gradients, piece.weights, piece.weights.device
@@ -358,7 +360,7 @@ class HostStates:
     def read(self, kind: str, begin: int, end: int) -> Tensor:
         """Elements `begin` to `end` of one of `kinds`, in fp32."""
         made = torch.empty(end - begin, dtype=torch.float32)
-        bench = Bench(PIECE, made.device)
+        bench = Workbench(PIECE, made.device)
         for piece in cut(begin, end, PIECE):
             place = made[piece.start - begin : piece.stop - begin]
             if kind == MASTER:
@@ -384,7 +386,7 @@ class HostStates:
             else:  # blocks that are written in part keep their other elements
                 whole = slice(piece.start // BLOCK * BLOCK, -(-piece.stop // BLOCK) * BLOCK)
                 stored = cut_stored(self._held[kind], whole)
-                wide = self._format.widen(kind, stored, Bench(whole.stop - whole.start, values.device))
+                wide = self._format.widen(kind, stored, Workbench(whole.stop - whole.start, values.device))
                 wide[piece.start - whole.start :][: part.numel()].copy_(part)
                 self._format.write(kind, stored, wide)
 
@@ -468,7 +470,7 @@ def numbers_of(kind: str, device: torch.device) -> Tensor:
     return torch.tensor(sorted(made), dtype=torch.float32, device=device)
 
 
-def find_nearest(values: Tensor, codes: Tensor, kind: str, bench: Bench) -> None:
+def find_nearest(values: Tensor, codes: Tensor, kind: str, bench: Workbench) -> None:
     """The code of the nearest number for each of `values`, whole blocks of them between -1 and 1; it changes them."""
     keys = _order(values.view(torch.int32), bench.take("sign", values.numel(), torch.int32))
     index = bench.take("index", values.numel(), torch.int64)

@@ -30,7 +30,7 @@ from tightfit.inputs.surroundings import cores
 from tightfit.memory.units import stays
 from tightfit.train.host_adam import find_host_adam
 from tightfit.train.host_memory import HostMemory
-from tightfit.train.host_states import HostStates, Staging
+from tightfit.train.host_states import CardRoom, HostStates
 from tightfit.train.optimizers import CLIP_EPS
 from tightfit.train.place import Place
 from tightfit.train.streaming import Part, Stream, Unit, copy
@@ -55,7 +55,7 @@ class Updates:
         through = None
         if share:
             dtype = self.units[0].weights.dtype
-            through = Staging(place.device, levers.states, master=self.has_masters, dtype=dtype)
+            through = CardRoom(place.device, levers.states, master=self.has_masters, dtype=dtype)
         kernel = find_host_adam(max(1, cores() // self._ranks))
         self._on_card = {
             unit

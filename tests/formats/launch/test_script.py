@@ -313,6 +313,13 @@ def test_gpus_that_are_left_to_others_keep_their_cores(plan_of: PlanOf, folder: 
     assert start(folder, plan_of(gpus="4xRTX4090"), half).env["OMP_NUM_THREADS"] == "4"
 
 
+def test_a_stream_updates_with_all_cores(plan_of: PlanOf, folder: Folder) -> None:
+    call = start(folder, plan_of(Levers(engine="stream"), gpus="1xRTX4090"), Target())
+    assert int(call.env["OMP_NUM_THREADS"]) >= 1
+    adapters = start(folder, plan_of(Levers(engine="stream", method="lora"), gpus="1xRTX4090"), Target())
+    assert "OMP_NUM_THREADS" not in adapters.env
+
+
 def test_threads_are_left_alone_without_offload(plan_of: PlanOf, folder: Folder) -> None:
     call = start(folder, plan_of(Levers(engine="zero2")), Target())
     assert "OMP_NUM_THREADS" not in call.env

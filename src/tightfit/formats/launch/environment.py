@@ -52,7 +52,7 @@ def environment(plan: Plan, target: Target) -> tuple[Variable, ...]:
     return (
         *allocator(hardware.gpu.vendor),
         *_visibility(plan, target, launcher),
-        *host(hardware.gpu.vendor, way.levers.offload_optimizer, hardware.gpus_per_node, target.gpus_of_node),
+        *host(hardware.gpu.vendor, way.levers.steps_on_host, hardware.gpus_per_node, target.gpus_of_node),
         *launchers()[launcher].variables(plan, target),
         *(Variable(name=name, value=None, reason=reason) for name, reason in _LEFT_OUT.items()),
     )
@@ -94,17 +94,17 @@ def _visibility(plan: Plan, target: Target, launcher: str) -> tuple[Variable, ..
     return tuple(rows)
 
 
-def host(vendor: Vendor, offload_optimizer: str, ranks: int, gpus_of_node: int | None = None) -> tuple[Variable, ...]:
+def host(vendor: Vendor, steps_on_host: bool, ranks: int, gpus_of_node: int | None = None) -> tuple[Variable, ...]:
     """What the ranks of a node share out among them; `ranks` of them. `gpus_of_node`: the GPUs that they chose theirs
     from, since other runs may have the rest, and as many cores."""
     tokenizers = Variable(name="TOKENIZERS_PARALLELISM", value="false", reason=Message("launch.tokenizers"))
-    if offload_optimizer == "none" and vendor != "cpu":
+    if not steps_on_host and vendor != "cpu":
         return tokenizers, Variable(name="OMP_NUM_THREADS", value=None, reason=Message("launch.nothing-on-host"))
     # nproc obeys OMP_NUM_THREADS itself; rounding up keeps one thread for each rank of a small machine.
     cores = "$(env -u OMP_NUM_THREADS nproc)"
     sharers = max(ranks, gpus_of_node or 0)
     value = cores if sharers == 1 else f"$(( ({cores} + {sharers - 1}) / {sharers} ))"
-    reason = Message("launch.optimizer-threads" if offload_optimizer != "none" else "launch.training-threads")
+    reason = Message("launch.optimizer-threads" if steps_on_host else "launch.training-threads")
     if sharers > ranks:
         reason = Message("launch.with-other-runs", reason=reason, gpus=sharers)
     return tokenizers, Variable(name="OMP_NUM_THREADS", value=value, reason=reason)

@@ -1,0 +1,135 @@
+"""Layers that stream from the host are chosen where that is fastest, with as many of them on the GPU as fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from small_questions import GIB, ask, card, machine, preset
+
+from tightfit.job import Job, Limits
+from tightfit.memory import estimate
+from tightfit.messages import id_of
+from tightfit.pace import pace
+from tightfit.planner import Bounds, plan, plan_within
+from tightfit.planner.plan import Plan, Way
+from tightfit.planner.question import excess_bytes
+from tightfit.planner.search import list_strategies, search
+from tightfit.planner.step_down import Shortfall, StepDown, step_down
+from tightfit.types import STREAM, Hardware
+
+pytestmark = pytest.mark.thorough
+
+DESKTOP = machine("1xRTX4090", "128GB")
+
+
+def planned(model: str, hardware: Hardware, **job: Any) -> Plan:
+    return plan_within(Bounds(advice=False), Job(model=model, **job), preset(model), hardware)
+
+
+def way_of(answer: Plan) -> Way:
+    assert answer.chosen is not None
+    return answer.chosen
+
+
+def test_adapters_of_a_model_that_is_larger_than_the_card() -> None:
+    answer = planned("qwen2.5-32b", DESKTOP, method="lora", sequence=1024, effective_batch=16)
+    way = way_of(answer)
+    assert way.levers.streams
+    others = [other.pace.step_s for other in answer.alternatives if other.fits]
+    assert others
+    assert way.pace.step_s < min(others)
+    said = [id_of(each) for each in way.because]
+    assert "plan.layers-stream" in said
+    assert "plan.updated-on-host" not in said  # nothing of the layers trains
+
+
+def test_no_more_layers_would_fit_and_no_other_split_is_faster() -> None:
+    """Against every number of layers that recompute and that stay, with the kernels and the micro batch of the way."""
+    question = ask("qwen1.5-1.8b", card(DESKTOP, 8 * GIB), sequence=1024, effective_batch=16, levers={"engine": STREAM})
+    best = search(question).best
+    assert best is not None
+    levers, shape = best.levers, question.shape
+    for depth in range(0, shape.n_layers + 1, 3):
+        for resident in range(0, shape.n_layers + 1, 3):
+            tried = replace(levers, checkpointing=replace(levers.checkpointing, layers=depth), resident=resident)
+            if not excess_bytes(question, estimate(shape, tried, 1, question.hardware)):
+                assert pace(shape, tried, question.hardware).step_s >= best.pace.step_s - 1e-9
+    more = replace(levers, resident=levers.resident + 1)
+    assert levers.resident < shape.n_layers
+    assert excess_bytes(question, estimate(shape, more, 1, question.hardware))
+
+
+def test_a_model_whose_states_do_not_fit_in_ram_names_narrower_ones() -> None:
+    job = Job(model="qwen2.5-7b", effective_batch=32)
+    small = machine("1xRTX4090", "124GB")
+    answer = plan(job, preset("qwen2.5-7b"), small)
+    assert answer.chosen is None
+    first = answer.remedies[0]
+    assert first.allowance == "states"
+    assert (first.way.levers.states, first.way.levers.engine) == ("bf16", STREAM)
+    allowed = plan(replace(job, limits=Limits(allow=("states",))), preset("qwen2.5-7b"), small)
+    assert way_of(allowed).levers == first.way.levers
+    assert way_of(allowed).changes
+
+
+def test_what_fits_on_the_card_does_not_stream() -> None:
+    answer = planned("llama-3.1-8b", machine("1xA100-80GB"), method="lora")
+    assert not any(way.levers.streams for way in (way_of(answer), *answer.alternatives))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "job"),
+    [
+        (machine("2x1xRTX4090"), {}),
+        (machine("1xRTX4090"), {"trainer": "llamafactory"}),
+        (machine("1xRTX4090"), {"levers": {"offload_param": "cpu"}}),
+        (machine("1xRTX4090"), {"optimizer": "adamw8bit"}),
+        (machine("1xK100-64GB"), {}),
+        (replace(DESKTOP, gpu=replace(DESKTOP.gpu, vendor="cpu")), {}),
+    ],
+    ids=["nodes", "trainer", "pinned place", "optimizer", "dcu", "cpu"],
+)
+def test_where_nothing_streams(hardware: Hardware, job: dict[str, Any]) -> None:
+    assert not any(levers.streams for levers in list_strategies(ask("qwen1.5-0.5b", hardware, **job)))
+
+
+def test_a_number_that_was_asked_for_is_kept() -> None:
+    levers = {"engine": STREAM, "resident": 3}
+    assert way_of(planned("qwen1.5-1.8b", card(DESKTOP, 12 * GIB), levers=levers)).levers.resident == 3
+
+
+def test_layers_stay_where_the_host_has_no_room_for_them() -> None:
+    answer = planned(
+        "llama-3.1-8b",
+        card(machine("1xRTX4090", "8GB"), 15 * GIB),
+        method="lora",
+        effective_batch=1,
+        levers={"engine": STREAM, "checkpointing": "full"},
+    )
+    way = way_of(answer)
+    assert 0 < way.levers.resident < 32
+    assert way.footprint.host.peak_bytes_per_node <= 8 * GIB
+
+
+def test_a_run_that_ran_out_goes_on_with_less_on_the_card() -> None:
+    answer = planned("qwen2.5-32b", DESKTOP, method="lora", sequence=1024, effective_batch=16)
+    before = way_of(answer)
+    shortfall = Shortfall(where="gpu", missing_bytes=GIB, phase=before.footprint.gpu.peak_phase)
+    found = step_down(answer, shortfall, bounds=Bounds(advice=False))
+    assert isinstance(found, StepDown)
+    after = way_of(found.plan)
+    assert after.levers.streams
+    assert after.footprint.gpu.peak_bytes <= before.footprint.gpu.peak_bytes - GIB
+    assert after.levers != before.levers
+
+
+def test_gpus_of_a_machine_have_one_copy_on_the_host() -> None:
+    one, four = (
+        way_of(planned("qwen2.5-7b", machine(word, "256GB"), effective_batch=64, levers={"engine": STREAM}))
+        for word in ("1xRTX4090", "4xRTX4090")
+    )
+    assert four.world == 4
+    assert four.footprint.host.peak_bytes_per_node < 1.1 * one.footprint.host.peak_bytes_per_node
+    assert four.pace.tokens_per_s > 3 * one.pace.tokens_per_s
