@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,8 @@ class Side:
         if self.pid == 0:
             try:
                 self._work()
+            except BaseException:
+                traceback.print_exc()  # into the log
             finally:
                 os._exit(1)
 
