@@ -261,25 +261,26 @@ def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, eng
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(
-    ("engine", "layout", "packing"),
+    ("engine", "layouts"),
     [
-        ("ddp", "sequence_parallel", False),
-        ("ddp", "sequence_parallel", True),
-        ("fsdp2", "tensor_parallel", False),
-        ("fsdp2", "tensor_parallel", True),
-        ("fsdp2", "pipeline_parallel", False),
-        ("fsdp2", "pipeline_parallel", True),
+        ("ddp", ["sequence_parallel"]),
+        ("fsdp2", ["tensor_parallel"]),
+        ("fsdp2", ["pipeline_parallel"]),
+        ("fsdp2", ["pipeline_parallel", "tensor_parallel"]),
+        ("fsdp2", ["pipeline_parallel", "sequence_parallel"]),
     ],
 )
 def test_ranks_that_read_the_same_pack_count_and_evaluate_alike(
-    tmp_path: Path, engine: str, layout: str, packing: bool
+    tmp_path: Path, engine: str, layouts: list[str], packing: bool
 ) -> None:
     """Of a length that does not divide, too."""
     found = {}
     for ranks in (1, 2):
-        flags = {"engine": engine, "precision": "fp32", "seq": 125, layout: ranks, "packing": packing}
-        ran = run_well(edit(write(tmp_path / str(ranks), ranks, **flags), evaluation__split=0.2), "--no-probe")
+        flags = {"engine": engine, "precision": "fp32", "seq": 125, **dict.fromkeys(layouts, ranks), "packing": packing}
+        plan = write(tmp_path / str(ranks), ranks ** len(layouts), **flags)
+        ran = run_well(edit(plan, evaluation__split=0.2), "--no-probe")
         counted = [each["tokens"] for each in ran.of("step")]
         found[ranks] = counted, [*ran.losses, *(each["loss"] for each in ran.of("eval"))]
     assert found[2][0] == found[1][0]
