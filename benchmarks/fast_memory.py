@@ -400,10 +400,38 @@ PAIRS: dict[str, dict[str, Any]] = {
                                                                    "expert_parallel": 4, "checkpointing": "full"},
 }  # fmt: skip
 """The fullest GPU of a pipeline whose stages have several GPUs for each layer, each sequence, or a layer's experts."""
+LLAMA_3B = {"model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
+            "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True}  # fmt: skip
+STREAMED = {"gpus": "1xH200", "engine": "stream", "compile": "off", "checkpointing": "full", "resident": 0}
+STREAMED_3B = {**STREAMED, "model": (LLAMA_3B, 28), "seq": 8192, "accum": 4}
+STREAMED_8B = {**STREAMED, "model": (LLAMA_8B, 12), "method": "lora", "accum": 8}
+STREAM: dict[str, dict[str, Any]] = {
+    "0.5B full, streamed": {**STREAMED, "model": (fast.QWEN_HALF_B, 24), "micro_batch": 4},
+    "0.5B full, streamed, 16 times, none": {**STREAMED, "model": (fast.QWEN_HALF_B, 24), "accum": 16,
+                                            "checkpointing": "none", "resident": 12},
+    "3B full, streamed, 4 times": STREAMED_3B,
+    "3B full, streamed, 4 times, half stay, inputs on the host": {**STREAMED_3B, "resident": 14,
+                                                                  "checkpointing": "full+offload"},
+    "3B full, streamed, 4 times, compiled": {**STREAMED_3B, "compile": "layers"},
+    "3B full, streamed, 8-bit moments, 10 layers": {**STREAMED_3B, "accum": 1, "states": "8bit",
+                                                    "checkpointing": "layers:10", "seq": 4096},
+    "7.6B full, streamed, untied, plain loss": {**STREAMED, "model": (QWEN_7B, 8), "loss": "plain", "accum": 4,
+                                                "states": "bf16"},
+    "8B LoRA, streamed, 8 times": STREAMED_8B,
+    "8B LoRA, streamed, 16 times, inputs on the host": {**STREAMED_8B, "accum": 16, "checkpointing": "full+offload"},
+    "8B LoRA, all layers stay, compiled, mlp": {**STREAMED_8B, "resident": 12, "compile": "layers", "accum": 2,
+                                                "checkpointing": "select:mlp"},
+    "8B LoRA, streamed, fp16, none": {**STREAMED_8B, "precision": "fp16", "accum": 2, "checkpointing": "none"},
+    "8B QLoRA, streamed, 4 times": {**STREAMED_8B, "method": "qlora", "accum": 4},
+    "Gemma-2 9B LoRA, streamed, 4 times": {**STREAMED, "model": (GEMMA_9B, 10), "method": "lora", "seq": 4096,
+                                           "accum": 4},
+    "7B Mamba full, streamed, 4 times": {**STREAMED, "model": (MAMBA_7B, 8), "scan": "tightfit", "accum": 4},
+}  # fmt: skip
+"""Layers that rest on the host: few slots, a window of micro batches, and of what stays none, half or all."""
 SETS = {"first": ROWS, "later": LATER, "after": AFTER, "last": LAST, "again": AGAIN}
 SETS |= {"groups": GROUPS, "sequences": SEQUENCES, "tiled": TILED, "pipelines": PIPELINES, "tensor": TENSOR}
 SETS |= {"compressed": COMPRESSED}
-SETS |= {"experts": EXPERTS, "pairs": PAIRS}
+SETS |= {"experts": EXPERTS, "pairs": PAIRS, "stream": STREAM}
 USUAL = {"gpus": "1xH200", "compile": "layers", "loss": "fused", "micro_batch": 1, "accum": 1, "method": "full"}
 
 

@@ -471,3 +471,13 @@ def test_the_users_word_on_a_link_wins_over_what_was_measured() -> None:
 def test_an_unknown_cards_link_is_said_too() -> None:
     said = " ".join(map(str, pace(model("tiny_llama"), Levers(), machine("6x32GB")).because))
     assert "exchange" in said
+
+
+def test_a_clock_has_compiled_layers_and_others() -> None:
+    """Of one strategy a search asks for both: FSDP2 checks every parameter before it runs compiled code."""
+    shape, hardware = load_model("llama-3.1-8b"), machine("8xH200")
+    clock = Clock(shape, Levers(engine="fsdp2"), hardware)
+    for compiled in ("layers", "off"):
+        levers = Levers(engine="fsdp2", compile=compiled, sequence=64, checkpointing=Checkpointing(layers=0))
+        times = clock.times(levers, KernelChoice(levers.attention, levers.scan, levers.buckets))
+        assert times[0] == pytest.approx(step_seconds(shape, levers, hardware), rel=1e-12)

@@ -36,7 +36,7 @@ def test_only_engines_that_keep_states_by_parameter_are_considered(kind: Optimiz
 
 def test_other_optimizers_have_every_engine() -> None:
     engines = {levers.engine for levers in strategies(Levers(), frozenset(), FOUR)}
-    assert engines == {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"}
+    assert engines == {"ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "stream"}
     assert Message("plan.zero-left-out") not in planned(optimizer="adamw").because
 
 

@@ -25,6 +25,7 @@ from tightfit.pace import KernelChoice, clock_of, pace, step_seconds, time_row
 from tightfit.planner import plan, question_of
 from tightfit.planner.balance import balance
 from tightfit.planner.question import Question
+from tightfit.planner.step_down import Shortfall, StepDown, step_down
 from tightfit.types import Checkpointing, ConfigError, Hardware, Levers
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -243,6 +244,28 @@ def test_a_pair_that_was_asked_for() -> None:
     for way in (found.chosen, *found.alternatives):
         assert (way.levers.tensor_parallel, way.levers.pipeline_parallel) == (2, 2)
     assert found.effective_batch % found.chosen.levers.data_ranks(8) == 0
+
+
+def test_a_row_that_was_asked_for_shares_a_batch_with_too_few_sequences() -> None:
+    flags = {"model": LLAMA, "seq": 4096, "pipeline_parallel": 2, "effective_batch": 2}
+    found = plan(job_from_flags(flags), SHAPE, nodes(1))
+    assert found.chosen is not None
+    assert {way.levers.pipeline_parallel for way in (found.chosen, *found.alternatives)} == {2}
+    assert {way.levers.row_parts for way in (found.chosen, *found.alternatives) if way.world == 8} == {2, 4}
+
+
+def test_after_a_failure_a_pair_holds_less_and_stays_one() -> None:
+    flags = {"model": LLAMA, "seq": 8192, "pipeline_parallel": 2, "tensor_parallel": 2, "effective_batch": 32}
+    first = plan(job_from_flags(flags), SHAPE, nodes(1))
+    found = step_down(first, Shortfall(where="gpu", missing_bytes=4 << 30, phase="backward"))
+    assert isinstance(found, StepDown)
+    assert first.chosen is not None
+    assert found.plan.chosen is not None
+    after, before = found.plan.chosen, first.chosen
+    assert (after.levers.tensor_parallel, after.levers.pipeline_parallel) == (2, 2)
+    assert after.footprint.gpu.phases["backward"].total_bytes < before.footprint.gpu.phases["backward"].total_bytes - (
+        4 << 30
+    )
 
 
 def test_a_row_that_was_asked_for() -> None:

@@ -64,6 +64,7 @@ QWEN3 = {"model_type": "qwen3", **SMALL, "head_dim": 16, "tie_word_embeddings": 
 GEMMA3 = {"model_type": "gemma3_text", **SMALL, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True}
 IN_A_ROW = {"engine": "fsdp2", "pipeline_parallel": 2, "precision": "fp32", "micro_batch": 1}
 """Four ranks: two stages, each of which two ranks share."""
+INTERLEAVED = {**IN_A_ROW, "stages_per_gpu": 2, "checkpointing": "layers:1"}
 OF_FOUR = {"shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"}
 TIED_ROW = {"model": {**LLAMA, "tie_word_embeddings": True}, "tensor_parallel": 2}
 COMPILED = {"compile": "layers", "precision": "fp32"}
@@ -126,17 +127,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 shares layers with norms on both sides": {**SHARED_LAYERS, "model": GEMMA3, "checkpointing": "full"},
     "fsdp2 in a pipeline": {**IN_A_ROW, "stage_layers": "3,1"},
     "fsdp2 in a pipeline of four": {**IN_A_ROW, "pipeline_parallel": 4, "checkpointing": "full"},
-    "fsdp2 in a pipeline, interleaved": {**IN_A_ROW, "stages_per_gpu": 2, "loss": "fused", "checkpointing": "full"},
+    "fsdp2 in a pipeline, interleaved": {**INTERLEAVED, "loss": "fused", "checkpointing": "full"},
     "fsdp2 in a pipeline, fused": {**IN_A_ROW, "precision": "bf16", "loss": "fused", "checkpointing": "select:mlp"},
     "fsdp2 lora in a pipeline": {**IN_A_ROW, **LORA},
     "fsdp2 in a pipeline, in groups": {**IN_A_ROW, "shard_within": 1},
     "fsdp2 mamba in a pipeline": {**IN_A_ROW, **MAMBA},
     "fsdp2 in a pipeline, compiled": {**IN_A_ROW, **COMPILED},
     "fsdp2 shares layers in a pipeline": {**IN_A_ROW, "tensor_parallel": 2},
-    "fsdp2 shares layers in a pipeline, interleaved": {**IN_A_ROW, **TIED_ROW, "stages_per_gpu": 2, "loss": "fused"},
+    "fsdp2 shares layers in a pipeline, interleaved": {**INTERLEAVED, **TIED_ROW, "loss": "fused"},
     "fsdp2 shares layers in a pipeline, bf16": {**IN_A_ROW, **TIED_ROW, "precision": "bf16", "checkpointing": "full"},
     "fsdp2 lora shares layers in a pipeline": {**IN_A_ROW, **LORA, "tensor_parallel": 2, "checkpointing": "full"},
-    "fsdp2 shares sequences in a pipeline": {**IN_A_ROW, "sequence_parallel": 2, "stages_per_gpu": 2},
+    "fsdp2 shares sequences in a pipeline": {**INTERLEAVED, "sequence_parallel": 2},
     "shares experts in a pipeline": {**EXPERTS, **IN_A_ROW, "model": MIXTRAL},
     "shares experts in a pipeline, again": {**EXPERTS, **IN_A_ROW, "model": QWEN2_MOE, "checkpointing": "full"},
     "zero0 fp32 fused": {"engine": "zero0", "precision": "fp32", "loss": "fused"},
@@ -260,25 +261,26 @@ def test_another_number_of_ranks_trains_the_same(tmp_path: Path, world: int, eng
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(
-    ("engine", "layout", "packing"),
+    ("engine", "layouts"),
     [
-        ("ddp", "sequence_parallel", False),
-        ("ddp", "sequence_parallel", True),
-        ("fsdp2", "tensor_parallel", False),
-        ("fsdp2", "tensor_parallel", True),
-        ("fsdp2", "pipeline_parallel", False),
-        ("fsdp2", "pipeline_parallel", True),
+        ("ddp", ["sequence_parallel"]),
+        ("fsdp2", ["tensor_parallel"]),
+        ("fsdp2", ["pipeline_parallel"]),
+        ("fsdp2", ["pipeline_parallel", "tensor_parallel"]),
+        ("fsdp2", ["pipeline_parallel", "sequence_parallel"]),
     ],
 )
 def test_ranks_that_read_the_same_pack_count_and_evaluate_alike(
-    tmp_path: Path, engine: str, layout: str, packing: bool
+    tmp_path: Path, engine: str, layouts: list[str], packing: bool
 ) -> None:
     """Of a length that does not divide, too."""
     found = {}
     for ranks in (1, 2):
-        flags = {"engine": engine, "precision": "fp32", "seq": 125, layout: ranks, "packing": packing}
-        ran = run_well(edit(write(tmp_path / str(ranks), ranks, **flags), evaluation__split=0.2), "--no-probe")
+        flags = {"engine": engine, "precision": "fp32", "seq": 125, **dict.fromkeys(layouts, ranks), "packing": packing}
+        plan = write(tmp_path / str(ranks), ranks ** len(layouts), **flags)
+        ran = run_well(edit(plan, evaluation__split=0.2), "--no-probe")
         counted = [each["tokens"] for each in ran.of("step")]
         found[ranks] = counted, [*ran.losses, *(each["loss"] for each in ran.of("eval"))]
     assert found[2][0] == found[1][0]

@@ -16,6 +16,7 @@ and have a part of everything else each, so a rank is counted with its part of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,6 +32,11 @@ PAGE = 2 * 2**20  # bytes: what is taken of the host's memory comes in huge page
 LEAVING = 2  # inputs of layers on their way to the host, at most
 AHEAD = 2  # likewise on their way back, beside the one that is in use
 BLOCK = 256  # elements of an 8-bit moment that share a scale
+PASSING = 2 * BLOCK * 2**13
+"""Elements on the GPU at a time where it updates them: `STAGED` and `LANES` of train/host_states.py."""
+WIDENED_BYTES: Mapping[States, int] = {"fp32": 0, "bf16": 12, "8bit": 28}
+"""Of each of these beside itself: both moments in fp32, the gradient that was scaled and, of 8 bits, what looks their
+numbers up. Moments of fp32 are updated on the host, unless that has few cores."""
 INPUT_BYTES = 16  # of each token of a micro batch that waits: its number and its label
 
 
@@ -150,13 +156,23 @@ def hold_always(job: MemoryJob) -> Components:
         "weights": staying + job.weights.scales_bytes,
         "gathered_weights": _slot_bytes(streamed),
         "gradients": FP32 * max(trained, default=0) * min(GRADS, len(trained)),
-        "temporaries": job.workspaces,
+        "temporaries": job.workspaces + _count_passing_bytes(job),
     }
     if levers.method != "full":
         adapters = ddp.hold_always(job)
         held |= {name: adapters[name] for name in ("master_weights", "optimizer_states")}
         held["weights"] += job.weights.trainable_numel * job.weights.trainable_width
     return held
+
+
+def _count_passing_bytes(job: MemoryJob) -> int:
+    """Pieces of narrow moments, with weights and gradients: the GPU updates them as they pass."""
+    levers, kept = job.levers, {"fp32": 8, "bf16": 4, "8bit": 2}[job.levers.states]
+    if levers.states == "fp32" or job.on_cpu:
+        return 0
+    masters = FP32 if levers.master_weights and levers.precision != "fp32" else 0
+    each = FP32 + job.weights.width + masters + kept + WIDENED_BYTES[levers.states]
+    return PASSING * each
 
 
 def split_layers(units: Units, levers: Levers) -> tuple[list[Unit], list[Unit]]:
@@ -264,13 +280,6 @@ def on_host(job: MemoryJob) -> Components:
         "optimizer_states": sum([_moments_bytes(levers.states, numel) for numel in own]),
         "gradients": _arriving_bytes(levers, own),
     }
-
-
-def locked_bytes(job: MemoryJob) -> int:
-    """What of that one rank locks for its GPU: all of the weights, its part of the gradients, and what layers keep."""
-    levers, units = job.levers, units_of(job.shape, job.levers)
-    own = [share(unit.trained, job.world) for unit in _all(units) if unit.trained]
-    return home_bytes(units, levers) + _arriving_bytes(levers, own) + waiting_bytes(job)
 
 
 def home_bytes(units: Units, levers: Levers) -> int:

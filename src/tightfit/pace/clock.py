@@ -2,7 +2,7 @@
 
 The ways of one strategy differ in micro batch, loss, kernels, buckets, and in what of a layer recomputes. What the
 computation takes does not depend on the buckets, and what is communicated depends on nothing else, so each is worked
-out once and only their meeting is priced for every way.
+out once, for compiled layers and for others, and only their meeting is priced for every way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tightfit.pace.engines import PassTimes, Traffic
 from tightfit.pace.pipeline import RowTime, find_waits
 from tightfit.pace.rates import rates_of, with_exchange
 from tightfit.pace.work import ELEMENTWISE, Again, frozen_of, layer_time, least_products_s, passes_of, recompute_time
-from tightfit.types import AttentionKernel, Buckets, Checkpointing, Hardware, Levers, ModelShape, Scan
+from tightfit.types import AttentionKernel, Buckets, Checkpointing, Compile, Hardware, Levers, ModelShape, Scan
 
 TIE_S = 2e-9  # two times that may round to the same, whatever the order in which they were summed up
 
@@ -53,7 +53,7 @@ class Clock:
         self.strategy = replace(strategy, checkpointing=Checkpointing(layers=0))
         self.rates = with_exchange(rates_of(hardware, strategy.precision), hardware, strategy)
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
-        self._traffic: dict[Buckets, Traffic] = {}
+        self._traffic: dict[tuple[Buckets, Compile], Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}
         self._back: dict[_BackKey, _Backward] = {}
 
@@ -64,7 +64,7 @@ class Clock:
         """
         computed = _computing_key(rest, choice)
         passes = self._passes.get(computed) or self._passes_of(rest, choice)
-        traffic = self._traffic.get(choice.buckets) or self._traffic_of(choice.buckets)
+        traffic = self._traffic.get((choice.buckets, rest.compile)) or self._traffic_of(rest, choice)
         micro_batches = rest.accumulation
         fixed = self.step_s + traffic.updated + traffic.reductions(micro_batches) * traffic.to_host
         if not traffic.overlaps:
@@ -105,16 +105,17 @@ class Clock:
 
     def own_s(self, rest: Levers, choice: KernelChoice) -> float:
         """What the GPU itself computes and moves in a step in which nothing recomputes."""
-        passes, traffic, times = self._passes_of(rest, choice), self._traffic_of(choice.buckets), rest.accumulation
+        passes, traffic, times = self._passes_of(rest, choice), self._traffic_of(rest, choice), rest.accumulation
         arithmetic = times * passes.products + times * passes.products_back
         moved = times * (passes.traffic + traffic.copied) + times * (passes.traffic_back + traffic.copied_back)
         return arithmetic + moved + (times * passes.unpacking + times * passes.unpacking_back)
 
-    def _traffic_of(self, buckets: Buckets) -> Traffic:
-        if buckets not in self._traffic:
-            asked = replace(self.strategy, buckets=buckets)
-            self._traffic[buckets] = engines.traffic(self.shape, asked, self.hardware, self.rates, rehearsal=False)
-        return self._traffic[buckets]
+    def _traffic_of(self, rest: Levers, choice: KernelChoice) -> Traffic:
+        key = choice.buckets, rest.compile
+        if key not in self._traffic:
+            asked = replace(self.strategy, buckets=choice.buckets, compile=rest.compile)
+            self._traffic[key] = engines.traffic(self.shape, asked, self.hardware, self.rates, rehearsal=False)
+        return self._traffic[key]
 
     def _passes_of(self, rest: Levers, choice: KernelChoice) -> PassTimes:
         """Nothing recomputes."""
@@ -125,7 +126,7 @@ class Clock:
         return self._passes[key]
 
     def _backward(self, rest: Levers, choice: KernelChoice, key: _BackKey) -> _Backward:
-        passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(choice.buckets), choice.over(rest)
+        passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(rest, choice), choice.over(rest)
         shape, frozen = self.shape, frozen_of(levers)
         setting = setting_of(levers, self.hardware.gpu, self.shape.model_type)
         layers = [layer_time(block, shape.hidden_size, setting, self.rates.card) for block in shape.blocks]

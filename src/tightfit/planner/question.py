@@ -85,10 +85,11 @@ class Question:
 
     def sharing_sizes(self, hardware: Hardware) -> list[int]:
         """How many neighbours in a node may read the same samples, so that the batch can be shared evenly."""
-        if self.base.ranks_per_sample > 1:
+        stage, left = divmod(hardware.world, self.base.pipeline_parallel)
+        if self.base.row_parts > 1 or left:
             return []
-        sizes = divisors(hardware.gpus_per_node)
-        return [size for size in sizes if self.effective_batch % (hardware.world // size) == 0]
+        sizes = [size for size in divisors(hardware.gpus_per_node) if stage % size == 0]
+        return [size for size in sizes if self.effective_batch % (stage // size) == 0]
 
     @property
     def gpu_limit_bytes(self) -> int:

@@ -247,7 +247,7 @@ def _share(question: Question, levers: Levers) -> list[Levers]:
     few of them as will do. They share the layers in these cases too, and where layers are too large to be gathered
     whole: that sends more, but of the weights each has a part alone."""
     hardware, shared = question.hardware, list[Levers]()
-    sizes = question.sharing_sizes(hardware) if levers.ranks_per_sample == 1 else []
+    sizes = question.sharing_sizes(hardware) if levers.row_parts == 1 else []
     is_lacking = question.effective_batch % levers.data_ranks(hardware.world) > 0
     is_long, found = levers.sequence >= LONG_TOKENS, [] if is_lacking else [levers]
     if "sequence_parallel" not in question.pinned and (is_long or is_lacking):

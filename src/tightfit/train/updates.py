@@ -131,10 +131,7 @@ class Updates:
         if unit is None or unit not in self._sums:
             return
         streams, sum_ = self._stream.streams, self._sums.pop(unit)
-        for tensor, event in self._leaving:
-            streams.wait(event)
-            del tensor
-        self._leaving.clear()
+        self._let_go()
         mine = sum_[slice(*self.share(unit))]
         if self._ranks > 1:
             _reduce(mine, sum_)
@@ -156,10 +153,18 @@ class Updates:
             self._stream.renew([unit])
         self._last = event
 
+    def _let_go(self) -> None:
+        """Of gradients that have left, once they have."""
+        for tensor, event in self._leaving:
+            self._stream.streams.wait(event)
+            del tensor
+        self._leaving.clear()
+
     # --- a step -------------------------------------------------------------------------------
 
     def measure(self) -> Tensor:
         """The norm of all gradients of the window."""
+        self._let_go()  # of the lowest unit's, which else stood there to the next window's loss
         norm: Tensor = torch.linalg.vector_norm(torch.stack(self._norms))
         self._norms.clear()
         if self._ranks > 1:
