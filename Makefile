@@ -82,7 +82,7 @@ docs: $(VENV)/.ready  ## the documentation as a site, in build/docs
 
 PAGES := benchmarks/accuracy.py benchmarks/pace_accuracy.py benchmarks/published.py benchmarks/notes_table.py \
 	benchmarks/phase_pictures.py "benchmarks/fast.py page" "benchmarks/worker_pace.py page" "benchmarks/checkpoint_speed.py page" \
-	"benchmarks/scan_speed.py page" benchmarks/failures.py \
+	"benchmarks/scan_speed.py page" "benchmarks/states.py page" benchmarks/failures.py \
 	tests/diagnose/test_page.py tests/planner/test_notes.py tests/cli/test_schema.py examples/write_plans.py \
 	tests/examples/test_examples.py tests/test_docs.py tests/test_chinese_docs.py tests/web/test_plan_browser.py \
 	tests/web/test_browser.py

@@ -17,6 +17,8 @@ from small_questions import ask, built, machine, seeded
 
 from tightfit.memory import estimate, totals_of
 from tightfit.pace import clock_of, pace
+from tightfit.pace.rates import rates_of
+from tightfit.pace.stream import StreamClock
 from tightfit.planner.candidates import Corner
 from tightfit.planner.ladder import BARE, FULL, OFFLOADED, Ladder
 from tightfit.planner.question import Question
@@ -77,15 +79,20 @@ def compare(question: Question, seed: int) -> int:
     strategies = search.list_strategies(question)
     for strategy in strategies[seed % 2 :: 2] or strategies:
         every: list[Corner] = list(search._corners(question, strategy))
-        clock = clock_of(shape, strategy, hardware)
+        clock = None if strategy.streams else clock_of(shape, strategy, hardware)
         depth = DEPTHS[(seed + compared) % len(DEPTHS)]
         for corner in seeded(seed + compared).sample(every, min(2, len(every))):
             chosen = depth if depth.offload else replace(corner.rest.checkpointing, layers=depth.layers)
             levers = replace(corner.levers, checkpointing=chosen) if corner.searched else corner.levers
             if corner.searched and not depth.offload:
-                times, layers = clock.times(corner.rest, corner.choice), levers.checkpointing.layers
                 step_s = pace(shape, levers, hardware).step_s
-                assert times[-1 if layers is None else layers] == pytest.approx(step_s, rel=1e-12), levers
+                if clock is None:
+                    streaming = StreamClock(shape, corner.levers, hardware, rates_of(hardware, levers.precision))
+                    timed_s = streaming.seconds(levers.checkpointing, levers.resident)
+                else:
+                    times, layers = clock.times(corner.rest, corner.choice), levers.checkpointing.layers
+                    timed_s = times[-1 if layers is None else layers]
+                assert timed_s == pytest.approx(step_s, rel=1e-12), levers
         if every:
             scale, depth = Ladder(question, corner, set()).scale, levers.checkpointing
             footprint = estimate(shape, levers, hardware.world, hardware)

@@ -472,6 +472,9 @@ def numbers_of(kind: str, device: torch.device) -> Tensor:
 
 def find_nearest(values: Tensor, codes: Tensor, kind: str, bench: Workbench) -> None:
     """The code of the nearest number for each of `values`, whole blocks of them between -1 and 1; it changes them."""
+    if values.is_cuda:  # which has time for a search, in one kernel
+        codes.copy_(torch.bucketize(values, _borders(kind, values.device), out_int32=True))
+        return
     keys = _order(values.view(torch.int32), bench.take("sign", values.numel(), torch.int32))
     index = bench.take("index", values.numel(), torch.int64)
     upper = torch.bitwise_right_shift(keys, LOWER, out=bench.take("sign", values.numel(), torch.int32))
@@ -492,11 +495,17 @@ def _order(bits: Tensor, spare: Tensor) -> Tensor:
 
 
 @cache
+def _borders(kind: str, device: torch.device) -> Tensor:
+    """Up to each of them, values are nearer to the number before it."""
+    numbers = numbers_of(kind, torch.device("cpu")).double()
+    return ((numbers[1:] + numbers[:-1]) / 2).to(device, torch.float32)
+
+
+@cache
 def _table(kind: str, device: torch.device) -> Tensor:
     """By the upper bits of a float: the code of the first such float, shifted, and what its lower bits want to the
     next."""
-    numbers = numbers_of(kind, torch.device("cpu")).double()
-    borders = ((numbers[1:] + numbers[:-1]) / 2).float().view(torch.int32)
+    borders = _borders(kind, torch.device("cpu")).clone().view(torch.int32)
     keys = _order(borders, torch.empty_like(borders)).long()
     assert (keys >> LOWER).diff().min() > 0
     first = torch.arange(-1 << 31 - LOWER, 1 << 31 - LOWER) << LOWER
