@@ -290,6 +290,9 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
         return nn.Parameter(torch.empty_like(param, device=place.device), requires_grad=param.requires_grad)
 
     replace_meta(model, materialise)
+    for param in model.parameters():
+        if id(param) not in homes and not hasattr(param, HOME):  # 4-bit, of a layer that stays
+            param.data = param.data.to(place.device)
     return made
 
 
