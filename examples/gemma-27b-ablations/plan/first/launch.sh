@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# Starts the training of PLAN.md: ZeRO-3, optimizer on CPU on 4 × A100 80GB SXM.
+# Starts the training of PLAN.md: streamed but for 2 layers on 4 × A100 80GB SXM.
 # Arguments are passed on to the trainer.
 set -euo pipefail
 
 # The files name each other without a folder.
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
-for file in worker.json deepspeed.json; do
+for file in worker.json; do
   [[ -f "$file" ]] || { echo "launch.sh: $file is missing: copy the whole folder" >&2; exit 2; }
 done
-command -v deepspeed >/dev/null || { echo "launch.sh: deepspeed is not on PATH: activate the environment that has it" >&2; exit 2; }
+command -v torchrun >/dev/null || { echo "launch.sh: torchrun is not on PATH: activate the environment that has it" >&2; exit 2; }
 
 # Segments that can grow leave little unusable memory between them; the margin of the plan counts on
 # it.
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 # The numbers are those of nvidia-smi; CUDA by itself counts the fastest card first.
 export CUDA_DEVICE_ORDER=PCI_BUS_ID
+# The GPUs that were asked for; no second variable may say more.
+export CUDA_VISIBLE_DEVICES=0,1,2,3
 # Tokenizers' threads and forked data loaders lock each other out.
 export TOKENIZERS_PARALLELISM=false
 # The optimizer steps on the CPU, so the cores are shared out among the ranks: torchrun would give
@@ -24,8 +26,9 @@ export TOKENIZERS_PARALLELISM=false
 OMP_NUM_THREADS=$(( ($(env -u OMP_NUM_THREADS nproc) + 7) / 8 ))
 export OMP_NUM_THREADS
 
-# Asked to stop, this launcher ends its ranks at once; `tightfit train --plan` lets them save first.
-exec deepspeed \
-  --include "localhost:0,1,2,3" \
-  --master_port "${MASTER_PORT:-29500}" --no_local_rank \
+# torchrun passes a SIGTERM on and kills the ranks 30 s after it, and it knows no SIGUSR1: a checkpoint that
+# takes longer is lost. `tightfit train --plan` starts the ranks itself and waits for them.
+exec torchrun \
+  --nnodes 1 --nproc_per_node 4 --master_addr 127.0.0.1 \
+  --master_port "${MASTER_PORT:-29500}" \
   --module tightfit.train worker.json "$@"
