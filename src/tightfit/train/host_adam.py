@@ -31,33 +31,68 @@ class Step(NamedTuple):
     factor: float  # of gradients
 
 
+class Elements(NamedTuple):
+    """Some of a unit's, from number `begin` on."""
+
+    master: Tensor | None  # None: the weights themselves are updated, and rounded at random
+    gradients: Tensor
+    first: Tensor  # moments
+    second: Tensor
+    weights: Tensor | None  # what the copies become in bf16; None: nothing
+    begin: int = 0
+
+    def cut(self, low: int, high: int) -> Elements:
+        at = slice(low, high)
+        return Elements(
+            None if self.master is None else self.master[at],
+            self.gradients[at],
+            self.first[at],
+            self.second[at],
+            None if self.weights is None else self.weights[at],
+            self.begin + low,
+        )
+
+
 class _Step(ctypes.Structure):
     names = ("factor", "take1", "beta2", "take2", "shrink", "size", "root", "eps")
     _fields_ = [(name, ctypes.c_float) for name in names]
 
 
+class _Vectors(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("master", "gradients", "first", "second", "weights")),
+        *((name, ctypes.c_int64) for name in ("count", "begin")),
+        ("key", ctypes.c_uint32),
+    ]
+
+
 class HostAdam:
     def __init__(self, library: Any, threads: int) -> None:
         self._run, self._threads = library.adamw, threads
-        self._run.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64, ctypes.c_int, _Step]
+        self._run.argtypes = [_Vectors, _Step, ctypes.c_int, ctypes.c_int]
         self._run.restype = None
 
-    def update(
-        self,
-        master: Tensor,
-        gradients: Tensor,
-        moments: tuple[Tensor, Tensor],
-        weights: Tensor | None,
-        step: Step,
-        decay: float,
-    ) -> None:
-        """All of these, in place. `weights`: what becomes of `master` in bf16; None: nothing."""
-        (beta1, beta2), tensors = BETAS, (master, gradients, *moments)
-        assert all(each.is_contiguous() and each.dtype == torch.float32 for each in tensors)
-        size, root = step.rate / (1 - beta1**step.number), (1 - beta2**step.number) ** 0.5
+    @staticmethod
+    def takes(of: Elements) -> bool:
+        """Whether there is code for these: fp32 copies, bf16 weights or both, and moments in fp32 or bf16."""
+        kinds = (torch.float32, torch.bfloat16)
+        return (
+            (of.master is None or of.master.dtype == torch.float32)
+            and (of.weights is None or of.weights.dtype == torch.bfloat16)
+            and of.first.dtype in (kinds if of.weights is not None else kinds[:1])
+        )
+
+    def update(self, of: Elements, step: Step, *, decay: float, seed: int) -> None:
+        """In place. `seed`: of what is rounded at random, beside the number of the step."""
+        tensors = (of.master, of.gradients, of.first, of.second, of.weights)
+        assert all(each is None or each.is_contiguous() for each in tensors)
+        (beta1, beta2), number = BETAS, step.number
+        key = (seed * 0x85EBCA6B + number * 0x9E3779B1) & 0xFFFFFFFF
+        pointers = [None if each is None else each.data_ptr() for each in tensors]
+        size, root = step.rate / (1 - beta1**number), (1 - beta2**number) ** 0.5
         taken = _Step(step.factor, 1 - beta1, beta2, 1 - beta2, 1 - step.rate * decay, size, root, EPS)
-        pointers = [each.data_ptr() for each in tensors]
-        self._run(*pointers, None if weights is None else weights.data_ptr(), master.numel(), self._threads, taken)
+        is_narrow = of.first.dtype == torch.bfloat16
+        self._run(_Vectors(*pointers, of.gradients.numel(), of.begin, key), taken, self._threads, is_narrow)
 
 
 @cache

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from tightfit.train.engines import MASTER, moments
-from tightfit.train.host_adam import HostAdam, Step
+from tightfit.train.host_adam import Elements, HostAdam, Step
 from tightfit.train.optimizers import BETAS, BLOCK, EPS, quantise
 from tightfit.types import States
 
@@ -257,10 +257,10 @@ class HostStates:
     ) -> None:
         """`decays`: consecutive segments of the unit, elements and weight decay of each; `allocate` gives so many bytes
         of host memory. Without `master`, the weights themselves are what is updated. `through`: updates happen on a
-        card. `kernel`: for fp32 states on the host, in the place of torch's. `seed` tells the noise of one unit from
+        card. `kernel`: in the place of torch's, for moments that it takes. `seed` tells the noise of one unit from
         another's."""
         self._decays, self._format, self._through, self._seed = tuple(decays), FORMATS[states], through, seed
-        self._kernel = kernel if states == "fp32" else None
+        self._kernel = kernel
         self.elements = sum(count for count, _ in self._decays)
         self.kinds = (MASTER, FIRST, SECOND) if master else (FIRST, SECOND)
         self._master = allocate(4 * self.elements).view(torch.float32) if master else None
@@ -290,16 +290,11 @@ class HostStates:
         if begin % BLOCK or (end % BLOCK and end != self.elements):
             raise ValueError(f"elements {begin} to {end} are no whole blocks of {BLOCK}")
         taken = Step(rate, step, factor)
-        updated = weights if self._master is None else self._master
-        narrow = None if self._master is None else weights
-        if self._through is None and self._kernel is not None and _suits(updated, narrow):
-            bench = Workbench(0, weights.device)
-            held = {kind: self._format.widen(kind, stored, bench) for kind, stored in self._held.items()}
-            for first, last, decay in self._segments(slice(begin, end)):
-                at = slice(first, last)
-                pair = held[FIRST][at], held[SECOND][at]
-                into = None if narrow is None else narrow[at]
-                self._kernel.update(updated[at], gradients[at], pair, into, taken, decay)
+        if (
+            self._through is None
+            and self._kernel is not None
+            and self._run_kernel(gradients, weights, taken, begin, end)
+        ):
             return
         if self._through is None:
             bench = Workbench(min(PIECE, end - begin), torch.device("cpu"))
@@ -316,6 +311,20 @@ class HostStates:
                 piece.give_to(resting)
         for lane in self._through.lanes:
             lane.wait()
+
+    def _run_kernel(self, gradients: Tensor, weights: Tensor, step: Step, begin: int, end: int) -> bool:
+        """Whether it has code for these."""
+        master: Tensor | None = self._master
+        narrow: Tensor | None = weights
+        if weights.dtype == torch.float32:  # they are updated themselves
+            master, narrow = weights, None
+        (first, *more), (second, *_) = self._held[FIRST], self._held[SECOND]
+        whole = Elements(master, gradients, first, second, narrow)
+        if self._kernel is None or more or not self._kernel.takes(whole):
+            return False
+        for low, high, decay in self._segments(slice(begin, end)):
+            self._kernel.update(whole.cut(low, high), step, decay=decay, seed=self._seed)
+        return True
 
     def _pick(self, place: slice, gradients: Tensor, weights: Tensor, bench: Workbench) -> UnitPiece:
         master = None if self._master is None else self._master[place]
@@ -395,11 +404,6 @@ class HostStates:
         for stored in self._held.values():
             for each in stored:
                 each.zero_()
-
-
-def _suits(updated: Tensor, narrow: Tensor | None) -> bool:
-    """Whether the kernel takes these."""
-    return updated.dtype == torch.float32 and (narrow is None or narrow.dtype == torch.bfloat16)
 
 
 def cut(begin: int, end: int, piece: int) -> Iterator[slice]:

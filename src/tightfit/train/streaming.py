@@ -220,7 +220,7 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
             inside.add(id(param))  # a tied head is the embedding, which comes first
             is_below = module is not head and (isinstance(module, nn.Embedding) or "embed" in path)
             (below if is_below else above).append(param)
-    ranks = 1 if place.is_alone else place.world
+    ranks = place.world
     homes: dict[int, tuple[Tensor, Tensor]] = {}  # of each parameter, and its place on the device
 
     def lay_out(params: Sequence[nn.Parameter]) -> tuple[list[Part], int, int]:

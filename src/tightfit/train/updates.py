@@ -45,7 +45,7 @@ class Updates:
     def __init__(self, model: nn.Module, stream: Stream, levers: Levers, place: Place, *, waits: bool) -> None:
         """`waits`: for the norm of all gradients."""
         self._stream, self._place, self.waits = stream, place, waits
-        self._ranks, self._rank = (1, 0) if place.is_alone else (place.world, place.rank)
+        self._ranks, self._rank = place.world, place.rank
         self.units = [unit for unit in stream.units if unit.trained]
         self.where = {part.name: (unit, part) for unit in self.units for part in unit.parts if part.decay is not None}
         self.has_masters = levers.master_weights and levers.precision != "fp32"
@@ -89,7 +89,7 @@ class Updates:
         self._norms: list[Tensor] = []
         self._began: list[Future[None]] = []
         self._counts = None
-        if self._ranks > 1:
+        if not place.is_alone:
             self._counts = stream.memory.take(8 * self._ranks * len(self.units), lock=False).view(torch.int64)
         self._launched = 0
         self._last: Any = None  # an event: all gradients of the window are on the host
@@ -265,10 +265,10 @@ def _cut(decays: Sequence[tuple[int, float]], low: int, high: int) -> list[tuple
 
 
 def updates_on_card(levers: Levers, place: Place, cores_here: int) -> bool:
-    """Whether states pass through the card, rather than being updated where they are. Narrow ones cost a processor too
-    long to widen and to round. Of wide ones either way moves all bytes through the host's memory once, so that both at
-    once are no faster than the faster one: measured, a card behind PCIe 5 updates as many a second as ten cores."""
-    if not place.on_gpu or levers.states != "fp32":
+    """Whether states pass through the card, rather than being updated where they are. 8-bit ones cost a processor too
+    long to look up. Of the others either way moves all bytes through the host's memory once, so that both at once are
+    no faster than the faster one: measured, a card behind PCIe 5 updates as many a second as ten cores."""
+    if not place.on_gpu or levers.states == "8bit":
         return place.on_gpu
     is_fast = torch.cuda.get_device_capability(place.device) >= (9, 0)
     return cores_here < (10 if is_fast else 5)

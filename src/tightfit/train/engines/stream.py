@@ -325,7 +325,7 @@ class StreamWeights(Streamed):
                     stop = min(at + PIECE, end)
                     values = held.read(kind, at - low, stop - low)
                     start = at - part.first
-                    yield State(kind, shard.path, shard.shape, start, values, alike=self._place.is_alone)
+                    yield State(kind, shard.path, shard.shape, start, values, alike=self._place.world == 1)
                     if write:
                         held.write(kind, at - low, values)
 
@@ -346,4 +346,4 @@ class StreamWeights(Streamed):
             unit, part = self._updates.where[shard.path]
             low, high = self._updates.share(unit)
             elements += max(0, min(high, part.first + part.numel) - max(low, part.first))
-        return few, elements, "cpu", whole / (1 if self._place.is_alone else self._place.world)
+        return few, elements, "cpu", whole / self._place.world
