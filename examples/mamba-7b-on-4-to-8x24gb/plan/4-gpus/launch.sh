@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the training of PLAN.md: streamed but for 31 layers on 4 × RTX 4090.
+# Starts the training of PLAN.md: ZeRO-2, optimizer on CPU on 4 × RTX 4090.
 # Arguments are passed on to the trainer.
 # 7b_mamba is a shape without weights, so they are drawn from the seed: --model with a folder or a
 # Hugging Face id starts from trained ones.
@@ -8,10 +8,10 @@ set -euo pipefail
 # The files name each other without a folder.
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
-for file in worker.json; do
+for file in worker.json deepspeed.json; do
   [[ -f "$file" ]] || { echo "launch.sh: $file is missing: copy the whole folder" >&2; exit 2; }
 done
-command -v torchrun >/dev/null || { echo "launch.sh: torchrun is not on PATH: activate the environment that has it" >&2; exit 2; }
+command -v deepspeed >/dev/null || { echo "launch.sh: deepspeed is not on PATH: activate the environment that has it" >&2; exit 2; }
 
 # Segments that can grow leave little unusable memory between them; the margin of the plan counts on
 # it.
@@ -28,9 +28,15 @@ visible=CUDA_VISIBLE_DEVICES
 IFS=", " read -r -a gpus <<< "${!visible-0,1,2,3}"
 (( ${#gpus[@]} >= 4 )) || { echo "launch.sh: $visible names ${#gpus[@]} of the 4 GPUs that the plan uses: name more, or unset it" >&2; exit 2; }
 
-# torchrun passes a SIGTERM on and kills the ranks 30 s after it, and it knows no SIGUSR1: a checkpoint that
-# takes longer is lost. `tightfit train --plan` starts the ranks itself and waits for them.
-exec torchrun \
-  --nnodes 1 --nproc_per_node 4 --master_addr 127.0.0.1 \
-  --master_port "${MASTER_PORT:-29500}" \
+# Beside --include DeepSpeed ignores what is visible, so it is handed on here.
+slots=""
+for gpu in "${gpus[@]:0:4}"; do
+  [[ "$gpu" =~ ^[0-9]+$ && ",$slots," != *",$gpu,"* ]] ||
+    { echo "launch.sh: DeepSpeed takes GPUs by different numbers, and $visible is ${!visible}: write numbers, or plan with --launcher torchrun" >&2; exit 2; }
+  slots="${slots:+$slots,}$gpu"
+done
+# Asked to stop, this launcher ends its ranks at once; `tightfit train --plan` lets them save first.
+exec deepspeed \
+  --include "localhost:$slots" \
+  --master_port "${MASTER_PORT:-29500}" --no_local_rank \
   --module tightfit.train worker.json "$@"
