@@ -96,13 +96,13 @@ def read_calls(path: Path) -> list[Call]:
 # --- what is trained, and what is left --------------------------------------------------------------
 
 
-def small_plan(folder: Path, world: int, *, steps: int, data: Path | None = None) -> Path:
+def small_plan(folder: Path, world: int, *, steps: int, data: Path | None = None, engine: str = "fsdp2") -> Path:
     """A plan for a model of a thousandth of the smallest preset, which saves after every step."""
     plan = write_plan(
         folder,
         world,
         model="tiny_llama",
-        engine="fsdp2",
+        engine=engine,
         precision="bf16",
         seq=32,
         effective_batch=2,

@@ -51,13 +51,17 @@ def server() -> Server:
     return Server()
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one", "two"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, "fsdp2"), *(pytest.param((2, each), marks=pytest.mark.slow) for each in ("fsdp2", "stream"))],
+    ids=["one", "two", "two that stream"],
+)
 def ground(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, server: Server) -> Ground:
-    return make_ground(tmp_path_factory.mktemp("ground"), request.param, server)
+    return make_ground(tmp_path_factory.mktemp("ground"), *request.param, server)
 
 
-def make_ground(folder: Path, world: int, server: Server) -> Ground:
-    plan = small_plan(folder, world, steps=STEPS)
+def make_ground(folder: Path, world: int, engine: str, server: Server) -> Ground:
+    plan = small_plan(folder, world, steps=STEPS, engine=engine)
     edit(plan, saving__every_steps=1, saving__keep_last=99, saving__async_save=False)
     ran = server.run(plan, "--no-probe")
     assert ran.codes == [0] * world, ran.stderr

@@ -41,8 +41,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3 lora": {"engine": "zero3", "method": "lora"},
     "fsdp2 qlora": {"engine": "fsdp2", "method": "qlora"},
     "zero2 mamba": {"engine": "zero2", "model": "tiny_mamba", "seq": 32},
+    "stream": {"engine": "stream", "resident": 1},
+    "stream fp16": {"engine": "stream", "precision": "fp16"},
+    "stream bf16 moments": {"engine": "stream", "states": "bf16"},
+    "stream 8-bit moments": {"engine": "stream", "states": "8bit"},
+    "stream without copies": {"engine": "stream", "master_weights": False},
+    "stream lora": {"engine": "stream", "method": "lora", "resident": 2},
+    "stream qlora": {"engine": "stream", "method": "qlora", "resident": 1},
 }
-QUICKLY = ("fsdp2",)
+QUICKLY = ("fsdp2", "stream")
 """What `make test` has of it."""
 
 
