@@ -352,6 +352,7 @@ def test_compare_sets_the_strategies_side_by_side() -> None:
         ("zero3", "cpu", "cpu"),
         ("fsdp2", "none", "none"),
         ("fsdp2", "cpu", "cpu"),
+        ("stream", "none", "none"),
     ]
     assert priced[0]["peak_bytes"] > priced[1]["peak_bytes"] > priced[3]["peak_bytes"]
 

@@ -183,7 +183,7 @@ def test_what_tensors_could_have_had_bounds_every_phase() -> None:
 
 def test_on_the_host_the_next_plan_holds_less_there() -> None:
     answer = planned("qwen2.5-7b", machine("2x24GB", "192GB"))
-    assert way_of(answer).levers.offload_optimizer == "cpu"
+    assert way_of(answer).levers.streams
     shortfall = Shortfall(where="host", missing_bytes=8 * GIB)
     found = step_down(answer, shortfall)
     if isinstance(found, StepDown):

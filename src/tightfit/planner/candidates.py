@@ -168,6 +168,8 @@ def _runs(levers: Levers, hardware: Hardware, *, ours: bool) -> bool:
         return False
     if find_stream_obstacle(levers, hardware.nodes) is not None:
         return False
+    if levers.streams and not levers.buckets.pin_memory:
+        return False  # what it copies from has to be locked
     if moved and levers.optimizer != "adamw":
         return False  # the host's optimizer is DeepSpeed's CPU Adam
     if ours and levers.optimizer in EIGHT_BIT and (levers.engine not in BY_PARAMETER or _is_pure(levers)):

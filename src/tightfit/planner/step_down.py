@@ -141,7 +141,7 @@ def _variants(last: Plan, bounds: Bounds, tried: tuple[Tried, ...]) -> Iterator[
     way, shortfall = tried[-1].way, tried[-1].shortfall
     # whether it is the engine that has memory locked; offloaded activations always are
     places = {way.levers.offload_optimizer, way.levers.offload_param}
-    locks = places != {"none"} and not way.levers.checkpointing.offload
+    locks = way.levers.streams or (places != {"none"} and not way.levers.checkpointing.offload)
     question = same_training_question(last, bounds)
     caps = [_caps(each, tried[:number], bounds) for number, each in enumerate(tried)]
     if sum(each.way.levers.compile == "layers" and each.shortfall.where == "gpu" for each in tried) > 1:

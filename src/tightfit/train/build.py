@@ -317,8 +317,12 @@ def adapter_dtype(levers: Levers) -> torch.dtype:
     return DTYPES[levers.precision]
 
 
-def quantise(model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype, rests_on: torch.device) -> None:
-    """Replace every linear layer but the head by an NF4 one, a matrix at a time. `device`: the one that packs them."""
+def quantise(
+    model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype, rests_on: torch.device | None = None
+) -> None:
+    """Replace every linear layer but the head by an NF4 one, a matrix at a time. `device`: the one that packs them, and
+    keeps them unless they rest on another."""
+    rests_on = rests_on or device
     try:
         layers: Any = import_module("bitsandbytes.nn")
     except ImportError:
