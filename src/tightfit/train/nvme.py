@@ -41,6 +41,22 @@ def on_nvme(levers: Levers) -> bool:
     return "nvme" in (levers.offload_optimizer, levers.offload_param)
 
 
+def open_nameless(folder: Path) -> int:
+    """A new file there that is read and written past the page cache, and ends with its process: its number."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(prefix=".direct-", dir=folder)
+    except OSError as error:
+        raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=say_why(error))) from None
+    os.close(number)
+    try:
+        return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        raise NvmeError(Message("train.nvme-no-direct-io", folder=folder)) from None
+    finally:
+        os.unlink(name)
+
+
 def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, file_bytes: int) -> None:
     """Refuse what would fail later without a word that helps; nothing is built for it. `trained`: how many numbers each
     of the `world` ranks trains; `file_bytes`: of all ranks that are on this node. The folders are this process's until
@@ -49,19 +65,7 @@ def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, 
 
     folders = _folders(deepspeed)
     for folder in folders:
-        # DeepSpeed reads and writes past the page cache, which not every file system can.
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(prefix=".direct-", dir=folder)
-        except OSError as error:
-            raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=say_why(error))) from None
-        os.close(number)
-        try:
-            os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
-        except OSError:
-            raise NvmeError(Message("train.nvme-no-direct-io", folder=folder)) from None
-        finally:
-            os.unlink(name)
+        os.close(open_nameless(folder))  # DeepSpeed reads and writes past the page cache, which not every system can
         # DeepSpeed empties the folders for its swap files without a look at what lies there.
         for place in (folder / "zero_stage_3", *folder.glob("zero_stage_3/*")):
             if place.is_symlink():

@@ -161,7 +161,7 @@ def cut(model: Any, stages: Stages) -> None:
     if not holders or head is None:
         raise ModelError(Message("train.no-layers", model=type(model).__name__))
     for path, module in holders:
-        below = module is not head and (isinstance(module, nn.Embedding) or "embed" in path)
+        below = is_below_layers(path, module, head)
         if not (stages.has_embedding if below else stages.has_head):
             replace(model, path, _Elsewhere(stages) if below else nn.Identity())
     setattr(model, TIED, tied)
@@ -169,6 +169,11 @@ def cut(model: Any, stages: Stages) -> None:
         if isinstance(module, nn.ModuleList) and list(module) == layers:
             replace(model, path, StageLayers(layers, stages))
             return
+
+
+def is_below_layers(path: str, module: nn.Module, head: nn.Module) -> bool:
+    """Of what is outside of the layers: it makes what they read. The rest reads what they made."""
+    return module is not head and (isinstance(module, nn.Embedding) or "embed" in path)
 
 
 def find_tied(model: Any) -> Mapping[str, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from tightfit.messages import Message, say_why
 from tightfit.train.host_states import pad
-from tightfit.train.nvme import GIBIBYTE, NvmeError
+from tightfit.train.nvme import GIBIBYTE, NvmeError, open_nameless
 
 ALIGNMENT = 4096  # of offsets, sizes and addresses, for direct I/O
 CHUNK, AT_ONCE = 8 * 2**20, 8  # bytes that one request moves, and requests under way: an NVMe wants several
@@ -62,18 +61,7 @@ class StateFile:
         an address of whole pages."""
         self._sizes = [align(size) for size in sizes]
         self._offsets = [0, *accumulate(self._sizes)]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            number, name = tempfile.mkstemp(prefix=".states-", dir=folder)
-        except OSError as error:
-            raise NvmeError(Message("train.nvme-unwritable", folder=folder, why=say_why(error))) from None
-        os.close(number)
-        try:
-            self._file = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            raise NvmeError(Message("train.nvme-no-direct-io", folder=folder)) from None
-        finally:
-            os.unlink(name)
+        self._file = open_nameless(folder)
         try:
             os.posix_fallocate(self._file, 0, self._offsets[-1])
         except OSError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from tightfit.train.host_memory import HostMemory
 from tightfit.train.optimizers import BLOCK
 from tightfit.train.place import Place
 from tightfit.train.shards import HOME
+from tightfit.train.stages import is_below_layers
 from tightfit.types import Levers
 
 ALIGNMENT = 512  # bytes at which a parameter begins, so that every kernel takes it
@@ -155,7 +156,6 @@ class Stream:
     top: Unit | None
     streams: Streams
     memory: HostMemory
-    order: list[Unit] = field(default_factory=list)  # those that share slots, bottom to top
 
     @property
     def units(self) -> list[Unit]:
@@ -218,8 +218,7 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
             if id(param) in inside or names[id(param)] not in decays:
                 continue
             inside.add(id(param))  # a tied head is the embedding, which comes first
-            is_below = module is not head and (isinstance(module, nn.Embedding) or "embed" in path)
-            (below if is_below else above).append(param)
+            (below if is_below_layers(path, module, head) else above).append(param)
     ranks = place.world
     homes: dict[int, tuple[Tensor, Tensor]] = {}  # of each parameter, and its place on the device
 
@@ -269,15 +268,13 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
     ]
     bottom = make("bottom", below)
     found: list[Unit | None] = []
-    order: list[Unit] = []
     for number, layer in enumerate(layers):
         if number in moving:
-            unit = make(f"layer {number}", moving[number], slots[len(order) % len(slots)])
-            order += [unit] if unit is not None else []
+            unit = make(f"layer {number}", moving[number], slots[streamed.index(number) % len(slots)])
         else:
             unit = make(f"layer {number}", [p for p in layer.parameters() if names[id(p)] in decays])
         found.append(unit)
-    made = Stream(bottom, found, make("top", above), streams, memory, order)
+    made = Stream(bottom, found, make("top", above), streams, memory)
 
     def materialise(_: str, param: nn.Parameter) -> nn.Parameter:
         if id(param) in homes:

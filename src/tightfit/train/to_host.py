@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.memory.tape import SMALLEST_MOVED_BYTES
 from tightfit.messages import Message
+from tightfit.train.host_memory import register
 
 Say = Callable[[Message], None]
 Layer = Callable[..., Any]
@@ -154,11 +155,8 @@ class HostStore:
             # Whole pages of its own: the driver registers no page twice.
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             buffer = self._buffers[key] = torch.frombuffer(pages, dtype=torch.uint8)
-            driver: Any = torch.cuda.cudart() if self._pins else None  # type: ignore[no-untyped-call]
-            if driver is not None and int(driver.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) != 0:
+            if self._pins and not register(buffer, self._device):
                 self._pins = False
-                with suppress(RuntimeError):  # the next kernel would be told this error as its own
-                    torch.zeros(1, device=self._device)
                 self._say(Message("train.cannot-lock"))
         return buffer[:size]
 

@@ -87,8 +87,7 @@ class Walk:
     """How the passes of one model begin and end."""
 
     def __init__(self, model: Any) -> None:
-        self._body = body = body_of(model)
-        layers = find_layers(model)
+        body, layers = body_of(model), find_layers(model)
         path = next(path for path, module in model.named_modules() if module is layers)
         self._list = WalkedLayers(layers)
         replace(model, path, self._list)

@@ -58,13 +58,18 @@ class ScaledEngine(Engine):
         self._scaler = self._fresh_scaler()
 
     def counters(self) -> Counters:
-        scale = None
-        if tracked := self._scaler.state_dict():
-            scale = LossScale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
-        return Counters(optimizer_steps=optimizers.count_steps(self._optimizer), scale=scale)
+        return Counters(optimizer_steps=optimizers.count_steps(self._optimizer), scale=self._read_scale())
 
     def go_on(self, counters: Counters, step: int) -> None:
         optimizers.set_steps(self._optimizer, counters.optimizer_steps)
+        self._set_scale(counters)
+
+    def _read_scale(self) -> LossScale | None:
+        if not (tracked := self._scaler.state_dict()):
+            return None
+        return LossScale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
+
+    def _set_scale(self, counters: Counters) -> None:
         if (tracked := self._scaler.state_dict()) and counters.scale is not None:
             tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
             self._scaler.load_state_dict(tracked)

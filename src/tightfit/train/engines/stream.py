@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from tightfit.train.build import body_of
 from tightfit.train.config import OptimizerConfig
-from tightfit.train.engines import MASTER, PIECE, Counters, Launched, LossScale, Shapes, State, Watch, moments
+from tightfit.train.engines import MASTER, PIECE, Counters, Launched, Shapes, State, Watch, moments
 from tightfit.train.engines.ddp import Ddp
-from tightfit.train.engines.scaled import GROWTH_INTERVAL, ScaledEngine
+from tightfit.train.engines.scaled import ScaledEngine
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.place import Place
 from tightfit.train.streaming import Stream, Unit
@@ -300,16 +300,11 @@ class StreamWeights(Streamed):
 
     def counters(self) -> Counters:
         self._updates.settle()
-        scale = None
-        if tracked := self._scaler.state_dict():
-            scale = LossScale(value=tracked["scale"], good_steps=tracked["_growth_tracker"], hysteresis=None)
-        return Counters(optimizer_steps=self._updates.steps, scale=scale)
+        return Counters(optimizer_steps=self._updates.steps, scale=self._read_scale())
 
     def go_on(self, counters: Counters, step: int) -> None:
         self._updates.steps = counters.optimizer_steps
-        if (tracked := self._scaler.state_dict()) and counters.scale is not None:
-            tracked |= {"scale": counters.scale.value, "_growth_tracker": counters.scale.good_steps % GROWTH_INTERVAL}
-            self._scaler.load_state_dict(tracked)
+        self._set_scale(counters)
         self._stream.renew(self._stream.units)
         self._meet()
 
