@@ -27,3 +27,9 @@ def write_or_check(page: Path, old: str, new: str, script: str, *, check: bool) 
     page.write_text(new, encoding="utf-8")
     print(f"docs/{page.name} written")
     return 0
+
+
+def write_parts(page: Path, parts: Mapping[str, str], script: str, *, check: bool) -> int:
+    """Write the parts that have changed, or only say that some have; the exit code."""
+    text = page.read_text(encoding="utf-8")
+    return write_or_check(page, text, fill(text, parts, page), script, check=check)

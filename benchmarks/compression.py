@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from blocks import fill, write_or_check
+from blocks import write_parts
 
 RANKS, TAIL = 2, 20
 DATA = Path(__file__).parent / "data" / "compression.jsonl"
@@ -50,7 +50,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
     args = parser.parse_args()
     if args.what == "page":
-        return write_page(check=args.check)
+        rows = read_rows()
+        if not args.check:
+            draw(rows)
+        return write_parts(PAGE, {"curves": table(rows)}, __file__, check=args.check)
     run(args.path.resolve()) if args.what == "run" else work(args.path)
     return 0
 
@@ -153,14 +156,6 @@ def work(place: Path) -> None:
 
 
 # --- the page -------------------------------------------------------------------------------------
-
-
-def write_page(*, check: bool) -> int:
-    rows = read_rows()
-    if not check:
-        draw(rows)
-    text = PAGE.read_text(encoding="utf-8")
-    return write_or_check(PAGE, text, fill(text, {"curves": table(rows)}, PAGE), __file__, check=check)
 
 
 def read_rows() -> dict[tuple[str, str], Any]:

@@ -161,13 +161,14 @@ def write_plan(place: Path, wanted: dict[str, Any]) -> None:
     from tightfit.planner import plan
 
     flags = {"attention": "sdpa", "output": "run", "host_ram": "512GB", "seq": 2048, **wanted}
-    card = flags.pop("card_gib", None)
+    card, clip = flags.pop("card_gib", None), flags.pop("clip", None)
     place.mkdir(parents=True, exist_ok=True)
     if isinstance(flags["model"], dict):
         config = place / "config.json"
         config.write_text(json.dumps(flags["model"]))
         flags["model"] = str(config)
     job = job_from_flags(flags)
+    job = job if clip is None else replace(job, clip=clip)
     hardware = hardware_of(job)
     if card is not None:
         hardware = replace(hardware, gpu=replace(hardware.gpu, memory_bytes=int(card * GIB)))
@@ -206,12 +207,13 @@ def predict(args: argparse.Namespace) -> None:
     sys.stdout.write(json.dumps(told, indent=1) + "\n")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, places: list[Path] | None = None) -> None:
+    """`places`: the plans to run, in this order; None: all that were written, and are wanted."""
     import torch  # forked processes have it already
 
     assert not torch.cuda.is_initialized(), "a fork cannot share a CUDA context"
     began = time.monotonic()
-    wanted = [place for place in places_of(args.path) if is_wanted(place, args.only)]
+    wanted = places or [place for place in places_of(args.path) if is_wanted(place, args.only)]
     sides = [(place, side) for place in wanted for side in sides_at(place, peers=args.peers)]
     for together in batches(sides, args.at_once):
         if time.monotonic() - began > args.until:
@@ -224,7 +226,7 @@ def run(args: argparse.Namespace) -> None:
             row = side.measure(args.limit_s)
             with args.out.open("a") as out:
                 out.write(json.dumps(row) + "\n")
-            names = ("median_s", "tokens_per_s", "peak_gib", "predicted_peak_gib")
+            names = ("median_s", "predicted_s", "tokens_per_s", "peak_gib", "predicted_peak_gib", "host_gib", "norms")
             shown = {key: row[key] for key in names if key in row}
             print(row["job"], row["side"], shown or row["error"][-600:], row["wall_s"], flush=True)
 
@@ -258,7 +260,8 @@ class Side:
         self.place, self.side, self.began = place, side, time.monotonic()
         self.log, self.found = place / f"{side}.txt", place / f"{side}.json"
         self.warm, self.go = place / f"{side}.warm", place / f"{side}.go"
-        for path in (self.found, self.warm, self.go):
+        self.pinned = place / f"{side}.pinned"  # what the system counts as locked or pinned, after a step
+        for path in (self.found, self.warm, self.go, self.pinned):
             path.unlink(missing_ok=True)
         self.cap = int((place / "cap").read_text())
         self.orders = json.loads((place / "worker.json").read_text())
@@ -300,6 +303,8 @@ class Side:
 
     def _after_step(self, step: int) -> None:
         if step == WARM_UP:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            self.pinned.write_text("; ".join(line for line in lines if line.startswith(("VmPin", "VmLck", "VmHWM"))))
             self.warm.touch()
             while not self.go.exists():
                 time.sleep(0.02)
@@ -347,6 +352,10 @@ class Side:
                 "predicted_s": orders["predicted"]["step_s"],
                 "predicted_peak_gib": round(orders["predicted"]["gpu"]["peak_bytes"] / GIB, 3),
                 "loss": [event["loss"] for event in steps],
+                "norms": [event["grad_norm"] for event in steps],
+                "host_gib": round(max((event["memory"]["host_bytes"] or 0 for event in steps), default=0) / GIB, 2),
+                "predicted_host_gib": round(orders["predicted"]["host"]["peak_bytes_per_rank"] / GIB, 2),
+                "pinned": self.pinned.read_text() if self.pinned.exists() else "",
                 "said": [str(event.get("text", "")) for event in events if event["event"] in ("warning", "note")],
             }
         if len(seconds) < STEPS:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from blocks import fill, write_or_check
+from blocks import write_parts
 
 from tightfit.train.config import OptimizerConfig
 
@@ -62,7 +62,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is stale")
     args = parser.parse_args()
     if args.what == "page":
-        return write_page(check=args.check)
+        rows = read_rows()
+        if not args.check:
+            draw(rows)
+        return write_parts(PAGE, {"curves": table(rows)}, __file__, check=args.check)
     for seed in SEEDS:
         for way in WAYS:
             if (way, seed) not in read_rows():
@@ -77,6 +80,7 @@ def train(way: str, seed: int) -> list[float]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from tightfit.train.host_adam import Step
     from tightfit.train.host_states import HostStates
     from tightfit.train.optimizers import BETAS, EPS, clip, groups, learning_rate, set_rate
 
@@ -116,7 +120,7 @@ def train(way: str, seed: int) -> list[float]:
         clip([gradients], TRAINING.clip, None)
         rate = learning_rate(TRAINING, step, STEPS)
         if states is not None:
-            held.update(gradients, weights, rate=rate, step=step + 1, factor=1.0)
+            held.update(gradients, weights, Step(rate, step + 1, 1.0))
             continue
         set_rate(nearest, rate)
         for group, part in zip(nearest.param_groups, gradients.split([count for count, _ in decays]), strict=True):
@@ -126,14 +130,6 @@ def train(way: str, seed: int) -> list[float]:
 
 
 # --- the page -------------------------------------------------------------------------------------
-
-
-def write_page(*, check: bool) -> int:
-    rows = read_rows()
-    if not check:
-        draw(rows)
-    text = PAGE.read_text(encoding="utf-8")
-    return write_or_check(PAGE, text, fill(text, {"curves": table(rows)}, PAGE), __file__, check=check)
 
 
 def read_rows() -> dict[tuple[str, int], list[float]]:

@@ -1,11 +1,16 @@
 """How fast layers that come from the host are, on a card that is too small for them, against DeepSpeed's ZeRO-3.
 
     python benchmarks/stream.py prepare DIR                                    # on the desk: a plan for each side
-    python benchmarks/stream.py run DIR --out rows.jsonl [--only PART,PART]    # on a GPU, under a cap of its size
+    python benchmarks/stream.py predict DIR > predicted.json                   # on the desk, before anything runs
+    python benchmarks/stream.py run DIR --out rows.jsonl [--only PART,PART] [--until 480]    # on a GPU, capped
 
-The sides of a job run in turn, as in `fast.py`. `offload`: ZeRO-3 with weights, and what trains them, on the host;
-`free`: without a cap. What physics allows stands beside each (`limits`): arithmetic at the card's measured rate, bytes
-over the measured link, and what an optimizer on the host reads and writes of its memory.
+The sides run in turn, as in `fast.py`, in the order of `ORDER`: what tells most comes first, and each row is kept and
+shown as soon as it is there, so that a call which is cut off has been of use. `stream`: as it is planned, which for 3B
+is with updates ahead of the norm; `waits`: with updates that wait for it; `clipped`: ahead, where every step is
+clipped, and so made again. `offload`: ZeRO-3 with weights, and what trains them, on the host; `free`: without a cap;
+`nvme`: what 48 GiB of RAM do not hold of the optimizer's states is on a disk. Weights are random, and their gradients
+are larger than those of a training: the 3B job clips at 100, so that no step is clipped but those of `clipped`; `norms`
+in its rows say whether that was so.
 """
 
 from __future__ import annotations
@@ -19,15 +24,28 @@ from typing import Any
 import fast
 from fast_memory import GEMMA_9B, LLAMA_3B
 
-MATRIX_FLOPS, LINK_BYTES, HOST_BYTES = 704e12, 55e9, 168e9  # measured on this machine; host memory by `host_adam.c`
 LORA = {"method": "lora", "gpus": "1xH200", "host_ram": "125GiB"}
 FULL = {"gpus": "1xH200", "host_ram": "125GiB"}
 OFFLOAD = {"engine": "zero3", "offload_param": "cpu"}
 STREAM = {"engine": "stream"}
+ON_NVME = {"offload_optimizer": "nvme", "nvme": "50GB", "nvme_path": "/tmp/tightfit-nvme", "host_ram": "48GiB"}
 JOBS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "3B full, 24 GB": (
-        {**FULL, "model": LLAMA_3B | {"num_hidden_layers": 28}, "seq": 8192, "effective_batch": 4, "card_gib": 24},
-        {"stream": STREAM, "offload": {**OFFLOAD, "offload_optimizer": "cpu"}},
+        {
+            **FULL,
+            "model": LLAMA_3B | {"num_hidden_layers": 28},
+            "seq": 8192,
+            "effective_batch": 4,
+            "card_gib": 24,
+            "clip": 100.0,
+        },
+        {
+            "stream": STREAM,
+            "waits": {**STREAM, "update": "waits"},
+            "clipped": {**STREAM, "update": "ahead", "clip": 1e-3},
+            "nvme": {**STREAM, **ON_NVME},
+            "offload": {**OFFLOAD, "offload_optimizer": "cpu"},
+        },
     ),
     "8B LoRA, 12 GB": (
         {**LORA, "model": "llama-3.1-8b", "effective_batch": 8, "card_gib": 12},
@@ -48,9 +66,21 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 }
 
 
+ORDER = [
+    *(("3B full, 24 GB", side) for side in ("stream", "waits", "offload")),
+    *(("8B LoRA, 12 GB", side) for side in ("stream", "offload")),
+    *(("32B LoRA, 24 GB", side) for side in ("stream", "offload")),
+    ("Gemma-2-9B LoRA, 12 GB", "stream"),
+    ("7.6B full, 24 GB", "stream"),
+    ("3B full, 24 GB", "clipped"),
+    ("3B full, 24 GB", "nvme"),
+    ("8B LoRA, 12 GB", "free"),
+]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "run"))
+    parser.add_argument("what", choices=("prepare", "predict", "run"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="pieces of the names of folders, which are jobs and sides")
@@ -58,26 +88,32 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which nothing more is begun")
     args = parser.parse_args()
     fast.STEPS, fast.WARM_UP = 4, 2  # seconds each, and alike
+    places = {(name, side): args.path / name.replace(" ", "_").replace(",", "") / side for name, side in ORDER}
+    wanted = {each: place for each, place in places.items() if fast.is_wanted(place, args.only)}
     if args.what == "run":
         args.peers, args.at_once = False, 1
-        fast.run(args)
-        return
-    for name, (job, sides) in JOBS.items():
-        for side, pins in sides.items():
-            place = args.path / name.replace(" ", "_").replace(",", "") / side
-            if not fast.is_wanted(place, args.only):
-                continue
-            fast.write_plan(place, {**job, **pins})
+        fast.run(args, [place for place in wanted.values() if (place / "worker.json").exists()])
+    elif args.what == "predict":
+        told = {f"{place.parent.name}/{place.name}": describe(place) for place in wanted.values()}
+        sys.stdout.write(json.dumps(told, indent=1) + "\n")
+    else:
+        for (name, side), place in wanted.items():
+            job, sides = JOBS[name]
+            fast.write_plan(place, {**job, **sides[side]})
             if (place / "worker.json").exists():
                 sys.stdout.write(f"{name}, {side}: {describe(place)}\n")
 
 
-def describe(place: Path) -> str:
+def describe(place: Path) -> dict[str, Any]:
     orders = json.loads((place / "worker.json").read_text())
-    levers, gpu = orders["levers"], orders["predicted"]["gpu"]
-    names = ("checkpointing", "micro_batch", "accum", "resident", "states", "compile", "kernels", "loss")
-    said = ", ".join(f"{name} {levers[name]}" for name in names if name in levers)
-    return f"{orders['predicted']['step_s']:.2f} s, {gpu['peak_bytes'] / fast.GIB:.2f} GiB; {said}"
+    levers, told = orders["levers"], orders["predicted"]
+    names = ("engine", "checkpointing", "micro_batch", "accum", "resident", "update", "states", "compile", "loss")
+    return {
+        "step_s": round(told["step_s"], 3),
+        "peak_gib": round(told["gpu"]["peak_bytes"] / fast.GIB, 3),
+        "host_gib": round(told["host"]["peak_bytes_per_rank"] / fast.GIB, 2),
+        "levers": {name: levers[name] for name in names if name in levers},
+    }
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import fast_memory
@@ -16,6 +17,7 @@ import pytest
 from tightfit.inputs.flags import levers_as_written
 from tightfit.memory import estimate
 from tightfit.memory.activations import activations_at, curve_of, setting_of
+from tightfit.memory.compiled import find_code, find_kernels
 from tightfit.memory.layers import layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.operations import Setting
 from tightfit.memory.tape import LayerCost
@@ -329,6 +331,34 @@ def test_a_depth_keeps_what_its_curve_says(compile_layers: Any, lora: Lora | Non
                 assert acts.shared == curve.shared[layers]
                 assert curve.top is not None
                 assert acts.moments[0].kept + acts.moments[0].working == acts.below_top + curve.top[layers]
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_the_code_of_one_micro_batch_is_that_of_another(name: str) -> None:
+    """Kernels that were found for other sizes hold what those hold that are found anew."""
+
+    def costs(*, anew: bool) -> list[LayerCost]:
+        found = []
+        for micro, sequence, rank, attention in product((1, 3), (2048, 1000), (16, 0), ("sdpa", "eager")):
+            setting = Setting(
+                micro_batch=micro,
+                sequence=sequence,
+                width=2,
+                trains_base=rank == 0,
+                lora_rank=rank,
+                attention=attention,
+                compiled=True,
+            )
+            for select in (None, (), ("elementwise", "mixer")):
+                layer_cost.cache_clear()
+                recompute_cost.cache_clear()
+                if anew:
+                    find_code.cache_clear()
+                    find_kernels.cache_clear()
+                found.append(cost_of(shape_of(WIDTHS[name]), setting, select))
+        return found
+
+    assert costs(anew=False) == costs(anew=True)
 
 
 def test_once_anything_recomputes_all_compiled_layers_do_their_elementwise_work_again() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.desk.estimate import keep_most, price
+from tightfit.desk.estimate import compare, keep_most, price
 from tightfit.hardware.named import read_hardware
 from tightfit.memory import Scale, estimate, stream
 from tightfit.memory.activations import activations
@@ -16,12 +16,13 @@ from tightfit.memory.job import make_job
 from tightfit.memory.units import units_of
 from tightfit.messages import text
 from tightfit.model.load import load_model
-from tightfit.priced import verdict
-from tightfit.types import Checkpointing, ConfigError, Levers, Lora
+from tightfit.priced import Priced, verdict
+from tightfit.types import Buckets, Checkpointing, ConfigError, Levers, Lora
 
 SHAPE = load_model("qwen2.5-7b")
 FULL = Levers(engine="stream", loss="fused", gradient_clipping=True)
 ADAPTERS = replace(FULL, method="lora", lora=Lora())
+ROOM_FOR_TWO = Buckets(optimizer_buffer_count=2)
 PROCESS = PROCESS_BYTES + LIBRARIES_BYTES
 PAGES = 28 * 8 * stream.PAGE  # what rounding up to huge pages may add
 
@@ -36,6 +37,10 @@ PAGES = 28 * 8 * stream.PAGE  # what rounding up to huge pages may add
         ({"master_weights": False}, 14),
         ({"master_weights": False, "states": "8bit"}, 8 + 8 / 256),
         ({"precision": "fp32"}, 16),
+        ({"update": "ahead"}, 30),
+        ({"update": "ahead", "gradient_clipping": False}, 14),
+        ({"update": "ahead", "states": "bf16", "master_weights": False}, 16),
+        ({"update": "ahead", "precision": "fp32"}, 28),
     ],
 )
 @pytest.mark.parametrize("gpus", [1, 4])
@@ -45,6 +50,31 @@ def test_what_full_training_takes_of_the_host(levers: dict[str, Any], each: floa
     held = estimate(SHAPE, asked, gpus).host.peak_bytes_per_node
     two = 0 if asked.gradient_clipping else 2 * 4 * max(unit.trained for unit in _all(asked))
     assert held == pytest.approx(gpus * PROCESS + each * SHAPE.parameters + two, abs=gpus * PAGES)
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("levers", [{}, {"states": "8bit"}, {"master_weights": False, "gradient_clipping": False}])
+def test_states_on_nvme_leave_two_buffers_in_ram(levers: dict[str, Any], gpus: int) -> None:
+    in_ram, on_nvme = (
+        estimate(SHAPE, replace(FULL, **levers, offload_optimizer=place, buckets=ROOM_FOR_TWO), gpus).host
+        for place in ("none", "nvme")
+    )
+    held = {"master_weights", "optimizer_states"}
+    states = gpus * sum(in_ram.phases["step"].components.get(name, 0) for name in held)
+    assert on_nvme.nvme_bytes_per_node == pytest.approx(states, abs=gpus * PAGES)
+    share = max(unit.trained for unit in _all(FULL)) / SHAPE.parameters
+    largest = share * states + gpus * stream.PAGE
+    saved = in_ram.peak_bytes_per_node - on_nvme.peak_bytes_per_node
+    assert states - 2 * largest - gpus * PAGES < saved < states - largest + gpus * PAGES
+    assert not held & on_nvme.phases["step"].components.keys()
+    assert in_ram.nvme_bytes_per_node == 0
+    more = Buckets(optimizer_buffer_count=12)  # ten stay: the embedding and nine layers
+    some = estimate(SHAPE, replace(FULL, **levers, offload_optimizer="nvme", buckets=more), gpus).host
+    kept = sum(unit.trained for unit in _all(FULL)[:10]) / SHAPE.parameters * states
+    assert on_nvme.nvme_bytes_per_node - some.nvme_bytes_per_node == pytest.approx(kept, abs=gpus * PAGES)
+    end = max(unit.trained for unit in _all(FULL)) / SHAPE.parameters * states  # as large a buffer as one of two was
+    grown = some.peak_bytes_per_node - on_nvme.peak_bytes_per_node
+    assert kept - end - gpus * PAGES < grown <= kept + gpus * PAGES
 
 
 def _all(levers: Levers) -> list[Any]:
@@ -114,3 +144,10 @@ def test_a_gpu_without_room_for_two_layers_is_told_which() -> None:
     said = verdict(price(SHAPE, FULL, 1, read_hardware("1x4GB", host_ram="256GB")))
     assert said.id == "price.stream-too-large"
     assert "number 0 with 0.4 GiB, and 2 of its size" in text(said.id, **said.fields)
+
+
+def test_a_comparison_has_every_engine_and_updates_ahead_where_layers_stream() -> None:
+    rows = compare(SHAPE, replace(FULL, update="ahead"), 4, read_hardware("4xRTX4090", host_ram="512GB"))
+    ahead = [isinstance(row, Priced) and row.levers.update == "ahead" for _, row in rows]
+    assert sum(ahead) == 1
+    assert sum(isinstance(row, Priced) for _, row in rows) > 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+from math import log
 from statistics import median
 
 import pace_accuracy
@@ -11,6 +13,7 @@ from rows import PACE, read_rows
 
 from tables import table
 from tightfit.pace import rates
+from tightfit.planner.certainty import tell_apart
 
 RUNS = all_runs()
 COUNTED = [run for run in RUNS if run.counts]
@@ -45,6 +48,21 @@ def test_the_order_is_right() -> None:
     later = [pair for pair in found if pair.later]
     assert len(later) >= LEAST_PAIRS
     assert not [(pair.faster.row.id, pair.slower.row.id) for pair in later if not pair.right_first]
+
+
+def test_what_is_surely_faster_is_faster_and_the_error_of_a_difference_holds() -> None:
+    found = [two for group in jobs(RUNS) for two in combinations(group, 2)]
+    assert [tell_apart(one.pace, other.pace).is_sure for one, other in found].count(True) >= LEAST_PAIRS
+    inside, near = list[bool](), list[bool]()
+    for one, other in found:
+        told, measured = tell_apart(one.pace, other.pace), one.row.step_s / other.row.step_s
+        predicted = one.pace.step_s / other.pace.step_s
+        assert not told.is_sure or (predicted > 1) == (measured > 1), (one.row.id, other.row.id)
+        inside.append(abs(log(predicted / measured)) <= told.open_s / min(one.pace.step_s, other.pace.step_s))
+        if abs(log(predicted)) < 0.06:
+            near.append(inside[-1])
+    assert sum(inside) / len(inside) >= 0.9
+    assert sum(near) / len(near) >= 0.85
 
 
 def test_the_fastest_is_chosen() -> None:

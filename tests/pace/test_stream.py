@@ -13,19 +13,18 @@ from tightfit.model.load import load_model
 from tightfit.pace import pace, step_seconds
 from tightfit.pace.rates import rates_of, slow_down
 from tightfit.pace.stream import StreamClock, Turn, follow
-from tightfit.types import STREAM, Checkpointing, Levers, Lora
+from tightfit.types import STREAM, Buckets, Checkpointing, Levers, Lora
 
 SHAPE = load_model("qwen2.5-7b")
 CARD = parse_hardware("1xRTX4090", host_ram="256GB")
 FULL = Levers(engine=STREAM, accumulation=8, loss="fused")
 LORA = replace(FULL, method="lora", lora=Lora())
-AT_ONCE = Turn(
-    forward=1.0, back=2.0, streams=False, trains=False, up=0.0, down=0.0, summed=0.0, updated=0.0, sent=0.0
-)  # a unit that is there, and frozen
+AT_ONCE = Turn(1.0, 2.0, streams=False, trains=False, up=0, down=0, summed=0, updated=0, updated_ahead=0, sent=0)
+"""A unit that is there, and frozen."""
 
 
-def walk(turns: list[Turn], *, waits: bool = True, ahead: float = 1.0) -> float:
-    return follow(turns, waits=waits, through_host=False, ahead=ahead)
+def walk(turns: list[Turn], *, waits: bool = True, ahead: float = 1.0, updates_ahead: bool = False) -> float:
+    return follow(turns, waits=waits, through_host=False, ahead=ahead, updates_ahead=updates_ahead)
 
 
 def test_a_model_that_stays_takes_its_arithmetic() -> None:
@@ -61,11 +60,52 @@ def test_clipping_waits_for_all_gradients() -> None:
     assert walk([trained] * 4) == 4 * 2 + 1 + 4 * 3 + 0.5 + 1
 
 
+def test_states_on_nvme_take_what_the_drive_does() -> None:
+    """It reads and writes 12 bytes of each parameter, and all else is faster; the wait counts as link."""
+    room = Buckets(optimizer_buffer_count=2)
+    on_nvme = replace(FULL, offload_optimizer="nvme", checkpointing=Checkpointing(layers=None), buckets=room)
+    slow, fast = pace(SHAPE, on_nvme, CARD), pace(SHAPE, replace(on_nvme, offload_optimizer="none"), CARD)
+    rates = rates_of(CARD, "bf16")
+    moved = 12 * SHAPE.parameters * (1 / rates.nvme_read + 1 / rates.nvme_write)
+    assert moved < slow.step_s < moved + fast.step_s
+    assert slow.causes["host link"] - fast.causes["host link"] == pytest.approx(slow.step_s - fast.step_s)
+    assert slow.causes["host optimizer"] == pytest.approx(fast.causes["host optimizer"])
+    assert sum(slow.causes.values()) == pytest.approx(slow.step_s)
+    half = replace(on_nvme, buckets=Buckets(optimizer_buffer_count=16))  # the embedding and 13 of 28 layers stay
+    assert fast.step_s + 0.4 * moved < pace(SHAPE, half, CARD).step_s < slow.step_s - 0.4 * moved
+
+
 def test_without_clipping_the_optimizer_runs_beside_the_backward_pass() -> None:
     trained = AT_ONCE._replace(trains=True, up=0.5, down=1.0, updated=2.0)
     # the lowest unit is the last to be updated and the first that is wanted
     assert walk([trained] * 4, waits=False) == 4 * 2 + 1 + 2 + 0.5 + 1 + 3 * 1
     assert walk([trained] * 4, waits=False) < walk([trained] * 4)
+
+
+def test_what_is_updated_ahead_is_there_when_the_norm_is() -> None:
+    trained = AT_ONCE._replace(trains=True, up=0.5, down=1.0, updated=2.0, updated_ahead=2.0)
+    # Three are updated beside the backward pass. The lowest one's gradients are the last that the norm needs.
+    assert walk([trained] * 4, updates_ahead=True) == 4 * 2 + 1 + 2 + 0.5 + 1 + 3 * 1
+    assert walk([trained] * 4, updates_ahead=True) == walk([trained] * 4, waits=False)
+
+
+def test_what_there_was_no_time_for_follows_in_the_order_of_the_forward_pass() -> None:
+    trained = AT_ONCE._replace(trains=True, up=0.5, down=1.0, updated=3.0, updated_ahead=4.0)
+    # Of four the upper two go ahead: from 3 on, and from 7 to 11. The norm is known at 9; then the lower two.
+    assert walk([trained] * 4, updates_ahead=True) == 11 + 3 + 3 + 0.5 + 3 * 1
+    assert walk([trained] * 4, updates_ahead=True) < walk([trained] * 4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 8])
+def test_an_update_ahead_is_never_slower(accumulation: int) -> None:
+    for states in ("fp32", "8bit"):
+        waiting = replace(FULL, accumulation=accumulation, states=states)
+        late, ahead = pace(SHAPE, waiting, CARD), pace(SHAPE, replace(waiting, update="ahead"), CARD)
+        assert ahead.step_s < late.step_s
+        assert ahead.causes["host optimizer"] < late.causes["host optimizer"]
+        assert ahead.causes["arithmetic"] == pytest.approx(late.causes["arithmetic"])
+        at_once = replace(waiting, gradient_clipping=False)
+        assert step_seconds(SHAPE, replace(at_once, update="ahead"), CARD) == step_seconds(SHAPE, at_once, CARD)
 
 
 def test_gradients_that_cannot_leave_hold_up_the_layers_below() -> None:
@@ -79,7 +119,11 @@ def test_frozen_layers_at_the_bottom_stream_forwards_alone() -> None:
     assert walk([frozen] * 4 + [AT_ONCE]) == 4 * 10 + 1 + 1
 
 
-@pytest.mark.parametrize("levers", [FULL, LORA, replace(LORA, method="qlora")], ids=["full", "lora", "qlora"])
+@pytest.mark.parametrize(
+    "levers",
+    [FULL, replace(FULL, update="ahead"), LORA, replace(LORA, method="qlora")],
+    ids=["full", "ahead", "lora", "qlora"],
+)
 @pytest.mark.parametrize("cards", ["1xRTX4090", "4xRTX4090", "8xA100-80GB"])
 def test_causes_add_up_to_the_step(levers: Levers, cards: str) -> None:
     hardware = parse_hardware(cards, host_ram="512GB")
@@ -117,7 +161,7 @@ def test_a_step_on_a_slow_link_takes_its_copies_and_no_more_with_more_micro_batc
     assert one <= two < 1.1 * one
 
 
-@pytest.mark.parametrize("levers", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("levers", [FULL, replace(FULL, update="ahead"), LORA], ids=["full", "ahead", "lora"])
 def test_time_falls_with_each_layer_that_stays_and_rises_with_each_that_recomputes(levers: Levers) -> None:
     for changed in (levers, replace(levers, accumulation=1, sequence=256)):
         clock = StreamClock(SHAPE, changed, CARD, rates_of(CARD, "bf16"))

@@ -96,7 +96,9 @@ def read_calls(path: Path) -> list[Call]:
 # --- what is trained, and what is left --------------------------------------------------------------
 
 
-def small_plan(folder: Path, world: int, *, steps: int, data: Path | None = None, engine: str = "fsdp2") -> Path:
+def small_plan(
+    folder: Path, world: int, *, steps: int, data: Path | None = None, engine: str = "fsdp2", **flags: Any
+) -> Path:
     """A plan for a model of a thousandth of the smallest preset, which saves after every step."""
     plan = write_plan(
         folder,
@@ -110,6 +112,7 @@ def small_plan(folder: Path, world: int, *, steps: int, data: Path | None = None
         max_steps=steps,
         learning_rate=3e-3,
         data=str(data or write_examples(folder / "examples.jsonl")),
+        **flags,
     )
     shape = {f"model__config__{name}": value for name, value in SMALL.items()}
     edit(plan, **shape, model__parameters=PARAMETERS, predicted__trainable_parameters=PARAMETERS)

@@ -53,7 +53,10 @@ def write_plan(folder: Path, world: int, **flags: Any) -> Path:
         (folder / "config.json").write_text(json.dumps(flags["model"]))
         flags["model"] = str(folder / "config.json")
     hardware = Hardware(
-        gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=12 * GIB), gpus_per_node=world, host_ram_bytes=24 * GIB
+        gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=12 * GIB),
+        gpus_per_node=world,
+        host_ram_bytes=24 * GIB,
+        nvme_bytes=100 * GIB if "nvme_path" in flags else None,
     )
     flags.setdefault("scan", "torch")
     if "mamba" not in str(flags["model"]):

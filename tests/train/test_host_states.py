@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tightfit.train import host_states, optimizers
 from tightfit.train.engines import MASTER
-from tightfit.train.host_adam import find_host_adam
+from tightfit.train.host_adam import Step, find_host_adam
 from tightfit.train.host_states import FIRST, SECOND, CardRoom, HostStates, Workbench
 from tightfit.train.optimizers import BETAS, BLOCK, EPS, Which, clip, quantise, read_8bit, write_8bit
 from tightfit.types import States
@@ -58,7 +58,7 @@ def weights_of(dtype: torch.dtype) -> Tensor:
 def train(held: HostStates, weights: Tensor, cuts: list[int] | None = None, first: int = 1, last: int = STEPS) -> None:
     for step in range(first, last + 1):
         for begin, end in reversed(list(pairwise(cuts or [0, ELEMENTS]))):
-            held.update(gradients_of(step), weights, rate=RATE, step=step, factor=0.5, begin=begin, end=end)
+            held.update(gradients_of(step), weights, Step(RATE, step, 0.5), begin=begin, end=end)
 
 
 def read_all(held: HostStates) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def test_steps_are_torchs_bit_for_bit(dtype: torch.dtype, most: float) -> None:
         gradients = gradients_of(step)
         norm = clip(list(gradients.split(SIZES)), 0.0, None)
         factor = float((most / (norm + 1e-6)).clamp(max=1.0)) if most else 1.0
-        held.update(gradients, weights, rate=RATE, step=step, factor=factor)
+        held.update(gradients, weights, Step(RATE, step, factor))
         assert torch.equal(gradients, gradients_of(step))  # they are read alone
     for kind, values in expected_moments.items():
         assert torch.equal(held.read(kind, 0, ELEMENTS), values)
@@ -117,6 +117,44 @@ def test_ranges_and_pieces_make_up_the_whole(states: States, kept: str, monkeypa
     for kind, values in ends[0].items():
         assert torch.equal(values, ends[1][kind]), kind
     assert not torch.equal(ends[0]["weights"], weights_of(WEIGHTS[kept]))
+
+
+@pytest.mark.parametrize("how", ["in pieces", "compiled", "through a card"])
+@pytest.mark.parametrize(("states", "kept"), list(product(FORMATS, WEIGHTS)))
+def test_a_step_that_went_ahead_can_count_be_made_again_or_never_have_been(states: States, kept: str, how: str) -> None:
+    """Bit for bit as if each step had been made when it was known."""
+    dtype, master = WEIGHTS[kept], kept == "masters"
+    more: dict[str, Any] = {}
+    if how == "compiled" and (kernel := find_host_adam(2)) is None:
+        pytest.skip("there is no C compiler")
+    elif how == "compiled":
+        more["kernel"] = kernel
+    elif how == "through a card":
+        more["through"] = CardRoom(HOST, states, master=master, dtype=dtype)
+    waiting, hasty = make(states, master=master, **more), make(states, master=master, **more)
+    hasty.make_other(dtype, allocate)
+    weights, hastys = weights_of(dtype), weights_of(dtype)
+    waiting.start(weights)
+    hasty.start(hastys)
+    step = 0
+    for factor in (1.0, 0.3, None, 1.0, 1.0, None, 0.7):
+        hasty.update(gradients_of(step), hastys, Step(RATE, step + 1, 1.0), ahead=True)
+        assert not torch.equal(weights, hastys)
+        if factor is None:  # not finite
+            hasty.drop(hastys)
+        else:
+            made = Step(RATE, step + 1, factor)
+            waiting.update(gradients_of(step), weights, made)
+            if hasty.ahead == made:
+                hasty.accept()
+            else:
+                hasty.update(gradients_of(step), hastys, made)
+            step += 1
+        assert hasty.ahead is None
+        assert torch.equal(weights, hastys)
+        for kind, values in read_all(waiting).items():
+            assert torch.equal(values, hasty.read(kind, 0, ELEMENTS)), kind
+    assert step == 5
 
 
 @pytest.mark.parametrize(("states", "kept"), list(product(FORMATS, WEIGHTS)))
@@ -153,7 +191,7 @@ def test_through_a_real_card_all_is_nearly_the_same(states: States, kept: str) -
         weights = weights_of(dtype).pin_memory()
         held.start(weights)
         for step in range(1, STEPS + 1):
-            held.update(gradients_of(step).pin_memory(), weights, rate=RATE, step=step, factor=0.5)
+            held.update(gradients_of(step).pin_memory(), weights, Step(RATE, step, 0.5))
         ends.append((weights.float(), held.read(FIRST, 0, ELEMENTS), held.read(SECOND, 0, ELEMENTS)))
     spacing = {"fp32": 1e-6, "bf16": 2.0**-7, "8bit": 0.03}[states]
     for one, other, part in zip(*ends, (torch.finfo(dtype).eps, spacing, spacing), strict=True):
@@ -194,7 +232,7 @@ def test_a_range_within_a_block_is_refused() -> None:
     held, weights = make(), weights_of(torch.bfloat16)
     held.start(weights)
     with pytest.raises(ValueError, match="no whole blocks"):
-        held.update(gradients_of(1), weights, rate=RATE, step=1, factor=1.0, end=BLOCK + 1)
+        held.update(gradients_of(1), weights, Step(RATE, 1, 1.0), end=BLOCK + 1)
 
 
 @pytest.mark.parametrize("states", FORMATS)
@@ -254,7 +292,7 @@ def test_small_updates_are_not_lost_without_masters(monkeypatch: pytest.MonkeyPa
         held, weights = make(master=False), torch.ones(ELEMENTS, dtype=dtype)
         held.start(weights)
         for step in range(1, 201):
-            held.update(torch.ones(ELEMENTS), weights, rate=2.0**-8 / 100, step=step, factor=1.0)
+            held.update(torch.ones(ELEMENTS), weights, Step(2.0**-8 / 100, step, 1.0))
         means.append(1 - float(weights.double().mean()))
     assert means[0] == pytest.approx(means[1], rel=0.02)
 
@@ -264,7 +302,7 @@ def test_a_second_moment_of_16_bits_comes_down() -> None:
     held.start(weights)
     held.write(SECOND, 0, torch.ones(ELEMENTS))
     for step in range(1, 201):
-        held.update(torch.zeros(ELEMENTS), weights, rate=0.0, step=step, factor=1.0)
+        held.update(torch.zeros(ELEMENTS), weights, Step(0.0, step, 1.0))
     assert float(held.read(SECOND, 0, ELEMENTS).mean()) == pytest.approx(BETAS[1] ** 200, rel=2e-3)
 
 
@@ -319,7 +357,7 @@ def test_states_cross_to_bitsandbytes_and_back() -> None:
     held.start(weights)
     held.write(MASTER, 0, param.detach())
     for step in range(1, STEPS + 1):
-        held.update(gradients_of(step), weights, rate=RATE, step=step, factor=1.0)
+        held.update(gradients_of(step), weights, Step(RATE, step, 1.0))
         param.grad = gradients_of(step)[: SIZES[0]]
         optimizer.step()
     # The same arithmetic in another order, and so, here and there, the next of the 256 numbers.
@@ -354,7 +392,7 @@ def test_the_compiled_kernel_computes_what_torch_does(states: States, dtype: tor
         weights = begun.clone()
         held.start(weights)
         for step in (1, 2, 3):
-            held.update(gradients, weights, rate=1e-2, step=step, factor=0.5)
+            held.update(gradients, weights, Step(1e-2, step, 0.5))
         found.append([weights.float(), *(held.read(kind, 0, 1536) for kind in held.kinds)])
     is_narrow = states == "bf16" or (dtype == torch.bfloat16 and not master)
     for torchs, ours in zip(*found, strict=True):
@@ -379,7 +417,7 @@ def test_the_kernel_rounds_at_random_as_often_as_it_should() -> None:
         weights = torch.ones(count, dtype=torch.bfloat16)
         held.start(weights)
         for begin, end in ranges or ((0, count),):
-            held.update(torch.ones(count), weights, rate=gap / 10, step=step, factor=1.0, begin=begin, end=end)
+            held.update(torch.ones(count), weights, Step(gap / 10, step, 1.0), begin=begin, end=end)
         return weights
 
     moved = run(0, 1) < 1

@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tightfit.memory import stream
+from tightfit.memory.job import make_job
+from tightfit.memory.units import count_kept, units_of
+from tightfit.model.load import load_model
+from tightfit.train.host_adam import Step
 from tightfit.train.host_states import HostStates, count_bytes
 from tightfit.train.nvme import NvmeError
-from tightfit.train.state_file import ALIGNMENT, StateFile
-from tightfit.types import States
+from tightfit.train.state_file import ALIGNMENT, StateFile, align
+from tightfit.types import Levers, States
 
 UNITS = (
     5000,
@@ -68,9 +73,9 @@ def test_a_training_from_a_file_is_the_same(folder: Path, states: States, backwa
     for step in (1, 2, 3):
         for number, then in zip(numbers, [*numbers[1:], numbers[0]], strict=True):
             given = gradients(UNITS[number], step)
-            in_memory[number].update(given, here[number], rate=1e-2, step=step, factor=1.0)
+            in_memory[number].update(given, here[number], Step(1e-2, step, 1.0))
             with file.resident(number, write=True, then=then):
-                in_file[number].update(given, there[number], rate=1e-2, step=step, factor=1.0)
+                in_file[number].update(given, there[number], Step(1e-2, step, 1.0))
     for number, count in enumerate(UNITS):
         assert torch.equal(here[number], there[number])
         with file.resident(number, write=False):
@@ -78,6 +83,18 @@ def test_a_training_from_a_file_is_the_same(folder: Path, states: States, backwa
                 assert torch.equal(in_memory[number].read(kind, 0, count), in_file[number].read(kind, 0, count))
     file.close()
     assert not any(folder.iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("states", ["fp32", "bf16", "8bit"])
+@pytest.mark.parametrize("master", [True, False])
+def test_the_file_is_as_large_as_was_predicted(states: States, master: bool, ranks: int) -> None:
+    shape = load_model("llama-3.1-8b")  # all of whose units are whole blocks
+    levers = Levers(engine="stream", offload_optimizer="nvme", states=states, master_weights=master)
+    units = units_of(shape, levers)
+    counts = [unit.trained // ranks for unit in (units.before, *units.layers, units.after)][count_kept(levers, 34) :]
+    sizes = [align(count_bytes(count, states, master=master)) for count in counts]
+    assert stream.file_sizes(make_job(shape, levers, ranks, None)) == sizes
 
 
 def test_what_is_only_read_changes_nothing(folder: Path) -> None:
@@ -111,10 +128,14 @@ def test_a_write_that_fails_is_not_lost(folder: Path) -> None:
     kept = os.dup(file._file)
     with file.resident(0, write=True):
         os.dup2(os.open("/dev/full", os.O_WRONLY), file._file)
-    with pytest.raises(OSError, match="No space left"), file.resident(0, write=False):
+    told = pytest.raises(NvmeError, match=r"failed .no space left.* goes on from its last checkpoint")
+    with told, file.resident(0, write=False):
         pass
     os.dup2(kept, file._file)
-    file.close()
+    with told, file.resident(0, write=False):  # not the first alone who asks
+        pass
+    with told:
+        file.close()
 
 
 def test_a_folder_that_cannot_be_written_is_said(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,14 @@ from tightfit.train.config import AdapterSettings, OptimizerConfig
 from tightfit.train.engines import Engine
 from tightfit.train.engines.ddp import Ddp
 from tightfit.train.engines.stream import StreamAdapters, StreamWeights
+from tightfit.train.host_adam import Step
 from tightfit.train.optimizers import name_decays
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute
 from tightfit.train.scratch import Scratch
+from tightfit.train.shards import find_resting
 from tightfit.train.streaming import place_model
-from tightfit.types import AttentionKernel, Checkpointing, Levers, Lora
+from tightfit.types import AttentionKernel, Buckets, Checkpointing, Levers, Lora
 
 WINDOW, STEPS, RATE = 3, 3, 1e-2
 SMALL = {
@@ -70,8 +73,9 @@ WAYS: dict[str, tuple[str, Levers]] = {
 HERE = Place(rank=0, local_rank=0, world=1, device=torch.device("cpu"), launcher="python")
 
 
-def make(model: str, levers: Levers, *, clip: float = 1.0, dropout: float = 0.0) -> Engine:
+def make(model: str, levers: Levers, *, clip: float = 1.0, dropout: float = 0.0, disk: Path | None = None) -> Engine:
     config, working = AutoConfig.for_model(**MODELS[model]), build.DTYPES[levers.precision]
+    levers = replace(levers, gradient_clipping=clip > 0)
 
     def adapt(skeleton: Any) -> Any:
         if levers.lora is None:
@@ -99,7 +103,10 @@ def make(model: str, levers: Levers, *, clip: float = 1.0, dropout: float = 0.0)
     if levers.engine == "ddp":
         engine: Engine = Ddp(made, levers, HERE, training)
     else:
-        engine = (StreamAdapters if levers.lora else StreamWeights)(made, levers, HERE, training, stream)
+        if levers.lora:
+            engine = StreamAdapters(made, levers, HERE, training, stream)
+        else:
+            engine = StreamWeights(made, levers, HERE, training, stream, disk)
     engine.train(True)
     return engine
 
@@ -154,3 +161,131 @@ def test_what_is_dropped_out_is_dropped_again() -> None:
 def test_bf16_follows_ddp() -> None:
     levers = replace(WHOLE, precision="bf16")
     assert run(make("llama", levers)) == pytest.approx(run(make("llama", plain(levers))), rel=1e-2)
+
+
+ALL_IN_FILE = replace(WHOLE, buckets=Buckets(optimizer_buffer_count=2))
+
+
+@pytest.mark.parametrize(
+    ("levers", "clip"),
+    [
+        (ALL_IN_FILE, 0.5),
+        (replace(ALL_IN_FILE, precision="bf16"), 0.0),
+        (replace(ALL_IN_FILE, precision="bf16", states="8bit"), 0.5),
+        (replace(ALL_IN_FILE, precision="bf16", master_weights=False, states="bf16"), 0.5),
+        (replace(ALL_IN_FILE, precision="fp16"), 0.5),
+        (replace(WHOLE, buckets=Buckets(optimizer_buffer_count=4)), 0.5),
+        (replace(WHOLE, buckets=Buckets(optimizer_buffer_count=6)), 0.0),
+    ],
+    ids=["fp32", "as gradients arrive", "8 bits", "no copies", "fp16", "two stay in memory", "four do"],
+)
+def test_states_in_a_file_are_those_in_memory(levers: Levers, clip: float, tmp_path: Path) -> None:
+    """Losses, norms and states, bit for bit; also where they were read and forgotten in between."""
+    in_memory = make("llama", levers, clip=clip)
+    in_file = make("llama", replace(levers, offload_optimizer="nvme"), clip=clip, disk=tmp_path)
+    assert in_file.holdings().optimizer_on == "cpu,nvme"
+    assert run(in_file) == run(in_memory)
+    assert states(in_file) == states(in_memory)
+    for engine in (in_memory, in_file):
+        for state in engine.states(write=True):
+            state.tensor.mul_(0.5)
+        engine.go_on(engine.counters(), STEPS)
+    assert states(in_file) == states(in_memory)
+    assert run(in_file, first=STEPS) == run(in_memory, first=STEPS)
+    for engine in (in_memory, in_file):
+        engine.forget()
+    assert states(in_file) == states(in_memory)
+    assert not list(tmp_path.iterdir())
+
+
+SCALED = replace(WHOLE, precision="fp16")
+SEVERAL = 8  # steps
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [
+        WHOLE,
+        replace(WHOLE, precision="bf16"),
+        replace(WHOLE, precision="bf16", states="8bit"),
+        replace(WHOLE, precision="bf16", states="bf16", master_weights=False),
+        SCALED,
+    ],
+    ids=["fp32", "bf16", "8 bits", "no copies", "fp16"],
+)
+def test_updates_ahead_of_the_norm_are_those_that_wait(levers: Levers) -> None:
+    """Losses, norms, states and weights, bit for bit, in steps that clip and in steps that do not, and where something
+    is not finite."""
+    norms = run(make("llama", levers, clip=1e9), steps=SEVERAL)[1:-1:2]
+    clip = sorted(norms)[3]  # of the first eight norms, as they are without clipping: some are above it
+    waiting, hasty = (make("llama", replace(levers, update=word), clip=clip) for word in ("waits", "ahead"))
+    assert isinstance(hasty, StreamWeights)
+    counted, made_again = watch_updates(hasty)
+    expected = run(waiting, steps=SEVERAL)
+    assert run(hasty, steps=SEVERAL) == expected
+    assert states(hasty) == states(waiting)
+    assert weights(hasty) == weights(waiting)
+    assert counted, "no step went ahead and counted"
+    assert made_again, "no step went ahead and was made again"
+    before = states(hasty), weights(hasty)
+    for engine in (waiting, hasty):
+        engine.accumulate(batches(0), WINDOW, 1e-30 if levers.precision == "fp16" else 1e-45, lambda *_: None)
+        assert engine.step(RATE).read(torch.zeros(()))[1].skipped
+    assert (states(hasty), weights(hasty)) == before
+    assert run(hasty, first=SEVERAL) == run(waiting, first=SEVERAL)
+    assert states(hasty) == states(waiting)
+
+
+def weights(engine: Engine) -> dict[str, list[float]]:
+    return {shard.path: find_resting(shard.parameter).float().view(-1).tolist() for shard in engine._trainable()}
+
+
+def watch_updates(engine: StreamWeights) -> tuple[list[Step], list[Step]]:
+    """Steps of units that went ahead and counted, and that were made again. They go ahead while the norm is not known,
+    which here takes no time: each is waited for."""
+    updates, counted, again = engine._updates, list[Step](), list[Step]()
+    close = updates.close
+
+    def close_and_wait(unit: Any) -> None:
+        close(unit)
+        if updates._began:
+            updates._began[-1].result()
+
+    engine._close = close_and_wait  # type: ignore[method-assign]
+    for held in updates.states.values():
+
+        def accept(held: Any = held, accept: Any = held.accept) -> None:
+            counted.append(held.ahead)
+            accept()
+
+        def update(*args: Any, held: Any = held, update: Any = held.update, **kwargs: Any) -> None:
+            if held.ahead is not None:
+                again.append(held.ahead)
+            update(*args, **kwargs)
+
+        held.accept, held.update = accept, update
+    return counted, again
+
+
+def test_where_most_steps_are_clipped_updates_wait() -> None:
+    engine = make("llama", replace(WHOLE, update="ahead"), clip=1e-3)
+    assert isinstance(engine, StreamWeights)
+    _, again = watch_updates(engine)
+    run(engine, steps=5)
+    assert again
+    assert engine.take_said() == []
+    again.clear()
+    run(engine, first=5, steps=4)
+    assert not again
+    (said,) = engine.take_said()
+    assert said.id == "train.update-waits"
+    engine._clip = 1e9
+    run(engine, first=9, steps=9)
+    counted, _ = watch_updates(engine)
+    run(engine, first=18, steps=1)
+    assert counted, "no step went ahead, although none is clipped any more"
+    assert engine.take_said() == []
+
+
+def states(engine: Engine) -> dict[tuple[str, str, int], list[float]]:
+    return {(each.kind, each.path, each.start): each.tensor.tolist() for each in engine.states(write=False)}

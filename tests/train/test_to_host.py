@@ -74,7 +74,35 @@ def test_views_of_one_tensor_are_sent_once_and_what_is_not_the_layers_stays() ->
     assert len(found) == len(expected) == 5
     assert leaving == [2, 2, 2, 0]  # input and product of the layer before; neither its weight nor the table
     sizes = {key: buffer.numel() for key, buffer in store._buffers.items()}
-    assert sizes == {(index, number): 3 * 8 * 4 for index in range(3) for number in range(2)}
+    assert sizes == {(index, 0, number): 3 * 8 * 4 for index in range(3) for number in range(2)}
+
+
+def test_micro_batches_that_pass_a_layer_together_have_buffers_of_their_own() -> None:
+    """Two windows of three, backwards in the opposite order, with an evaluation between them."""
+    torch.manual_seed(0)
+    layers, table, store = [Layer() for _ in range(3)], torch.randn(8), to_host.HostStore(CPU, lambda _: None)
+
+    def pass_window(batches: list[Tensor], *, sends: bool) -> list[Tensor]:
+        for layer in layers:
+            layer.weight.grad = None
+        made = batches
+        for index, layer in enumerate(layers):
+            made = [
+                store.run(Layer.__call__, True, index, layer, each, table=table) if sends else layer(each, table)
+                for each in made
+            ]
+        for each in reversed(made):
+            each.square().sum().backward()
+        return [layer.weight.grad for layer in layers if layer.weight.grad is not None]
+
+    for _ in range(2):
+        batches = [torch.randn(3, 8) for _ in range(3)]
+        expected = pass_window(batches, sends=False)
+        assert all(map(torch.equal, pass_window(batches, sends=True), expected))
+        assert len(expected) == len(layers)
+        with torch.no_grad():
+            store.run(Layer.__call__, True, 0, layers[0], batches[0], table=table)
+    assert {key[:2] for key in store._buffers} == {(index, number) for index in range(3) for number in range(3)}
 
 
 def test_evaluation_sends_nothing() -> None:

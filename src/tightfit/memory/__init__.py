@@ -13,12 +13,12 @@ from tightfit.memory.engines import ENGINES
 from tightfit.memory.feedforward import busiest_load
 from tightfit.memory.job import Components, MemoryJob, combine, make_jobs, worst
 from tightfit.memory.optimizers import EIGHT_BIT
-from tightfit.memory.totals import Floor, Scale, Totals, required_bytes, totals_of
+from tightfit.memory.totals import Floor, Scale, Totals, fullest_of, required_bytes, totals_of
 from tightfit.memory.weights import of_whole_model
 from tightfit.messages import Message
 from tightfit.types import Footprint, GpuFootprint, Hardware, HostFootprint, Levers, ModelShape, Moe, Phase, PhaseName
 
-__all__ = ["Floor", "Scale", "Totals", "estimate", "required_bytes", "totals_of"]
+__all__ = ["Floor", "Scale", "Totals", "estimate", "fullest_of", "required_bytes", "totals_of"]
 
 TRAINING: tuple[PhaseName, ...] = ("forward", "loss", "backward", "step")
 DRAWN = "weights gathered_weights master_weights optimizer_states gradients buckets".split()
@@ -37,7 +37,7 @@ def estimate(
         components = [_list_components(job) for job in jobs]
         phases = {name: _phase(name, worst(*[each[name] for each in components])) for name in components[0]}
         on_host = {name: Phase(name, parts) for name, parts in host.phases(jobs[0]).items()}
-        nvme = host.nvme_bytes(jobs[0]) if levers.stage == 3 else 0
+        nvme = host.nvme_bytes(jobs[0])
         found.append((*sum_up(phases, on_host, world, hardware, nvme, levers.groups), jobs[0]))
     on_gpu, _, job = max(found, key=lambda each: each[0].required_bytes)
     of_host = max([each[1] for each in found], key=lambda each: each.peak_bytes_per_node)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.attention import mask_bytes
-from tightfit.memory.layers import has_parts, layer_cost, layer_input_bytes, recompute_cost
+from tightfit.memory.compiled import KeptBytes
+from tightfit.memory.layers import has_parts, kept_bytes, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.loss import HeadCost, head_cost
 from tightfit.memory.operations import LIGER_MODELS, Setting
 from tightfit.memory.shared_layers import inside_of
@@ -138,15 +139,21 @@ class _Way(NamedTuple):
     recomputes: bool  # it keeps its input, and `saved` of its cost beside that
 
 
-def _way(shape: ModelShape, setting: Setting, depth: Checkpointing, index: int, input_grad: bool = True) -> _Way:
-    """The lowest layers recompute. In compiled layers, as soon as any recomputes, elementwise work is made again in all
-    of them."""
-    block, hidden = shape.blocks[shape.pattern[index]], shape.hidden_size
+def _select(shape: ModelShape, setting: Setting, depth: Checkpointing, index: int) -> tuple[str, ...] | None:
+    """What of a layer runs again, empty for all; None: nothing. The lowest layers recompute. In compiled layers, as
+    soon as any recomputes, elementwise work is made again in all of them."""
     if depth.layers is None or index < depth.layers:
-        return _Way(recompute_cost(block, hidden, setting, depth.select, input_grad), True)
-    if setting.compiled and depth.layers and has_parts(block, setting):
-        return _Way(recompute_cost(block, hidden, setting, ("elementwise",), input_grad), True)
-    return _Way(layer_cost(block, hidden, setting, input_grad), False)
+        return depth.select
+    is_lighter = setting.compiled and depth.layers and has_parts(shape.blocks[shape.pattern[index]], setting)
+    return ("elementwise",) if is_lighter else None
+
+
+def _way(shape: ModelShape, setting: Setting, depth: Checkpointing, index: int, input_grad: bool = True) -> _Way:
+    made = shape.blocks[shape.pattern[index]], shape.hidden_size, setting
+    select = _select(shape, setting, depth, index)
+    if select is None:
+        return _Way(layer_cost(*made, input_grad), False)
+    return _Way(recompute_cost(*made, select, input_grad), True)
 
 
 class Curve(NamedTuple):
@@ -163,24 +170,12 @@ class Curve(NamedTuple):
 @lru_cache(maxsize=1024)
 def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str, ...] = ()) -> Curve:
     """`select`: what of the layers that recompute does."""
-    embedded = setting.tokens * shape.hidden_size * setting.width
-    lowest, count = _lowest(setting, frozen), shape.n_layers
-    inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
-    streams = [inputs[kind] for kind in shape.pattern]
-    if shape.before:
-        streams[0] = min(streams[0], embedded)
-
-    def ways(depth: Checkpointing, indices: range) -> Iterator[tuple[int, _Way]]:
-        """Each of these layers, of which no two of a kind differ but for the lowest with a backward pass."""
-        known: dict[tuple[int, bool], _Way] = {}
-        for index in indices:
-            key = shape.pattern[index], index != lowest or _trains_below(shape, setting, depth)
-            yield index, known.get(key) or known.setdefault(key, _way(shape, setting, depth, index, key[1]))
+    lowest, count, streams = _lowest(setting, frozen), shape.n_layers, _list_streams(shape, setting)
 
     def keep(depth: Checkpointing, indices: range) -> list[int]:
         return [
-            0 if index < lowest else way.cost.saved + (streams[index] if way.recomputes else 0)
-            for index, way in ways(depth, indices)
+            0 if index < lowest else kept.saved + (0 if select is None else streams[index])
+            for index, select, kept in _list_kept(shape, setting, depth, lowest, indices)
         ]
 
     nothing, some, everything = (Checkpointing(layers=n, select=select) for n in (0, 1, None))
@@ -191,10 +186,6 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
         kept.append(total)
         if depth < count:
             total += again[depth] - above[depth - 1]
-    each_sent = [
-        0 if index < lowest else _count_sent_bytes(way.cost, streams[index])
-        for index, way in ways(everything, range(count - 1))  # the top layer's stays
-    ]
     # the top layer may be the lowest as well
     ends_of = [
         _way(shape, setting, depth, count - 1, count - 1 != lowest or _trains_below(shape, setting, depth))
@@ -211,8 +202,45 @@ def curve_of(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str
         below_top=tuple([whole - (own if lowest < count else 0) for whole, (own, _) in zip(kept, each, strict=True)]),
         shared=tuple([tables + (masks if depth > lowest else 0) for depth in range(count + 1)]),
         top=tuple([working for _, working in each]) if lowest < count else None,
-        sent=(0, *accumulate(each_sent), sum(each_sent)) if setting.compiled else (0,) * (count + 1),
+        sent=sent_by(shape, setting, frozen, select),
     )
+
+
+@lru_cache(maxsize=1024)
+def sent_by(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str, ...]) -> tuple[int, ...]:
+    """`Curve.sent`. The top layer's stays."""
+    if not setting.compiled:
+        return (0,) * (shape.n_layers + 1)
+    lowest, streams, indices = _lowest(setting, frozen), _list_streams(shape, setting), range(shape.n_layers - 1)
+    sent = [
+        0 if index < lowest else _count_sent_bytes(kept, streams[index])
+        for index, _, kept in _list_kept(shape, setting, Checkpointing(layers=None, select=select), lowest, indices)
+    ]
+    return (0, *accumulate(sent), sum(sent))
+
+
+def _list_streams(shape: ModelShape, setting: Setting) -> list[int]:
+    """What each layer reads."""
+    inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
+    streams = [inputs[kind] for kind in shape.pattern]
+    if shape.before:
+        streams[0] = min(streams[0], setting.tokens * shape.hidden_size * setting.width)
+    return streams
+
+
+def _list_kept(
+    shape: ModelShape, setting: Setting, depth: Checkpointing, lowest: int, indices: range
+) -> Iterator[tuple[int, tuple[str, ...] | None, KeptBytes]]:
+    """Each of these layers with what of it runs again and what it keeps. No two of a kind differ but for the lowest
+    with a backward pass."""
+    known: dict[tuple[int, bool], tuple[tuple[str, ...] | None, KeptBytes]] = {}
+    trains_below = _trains_below(shape, setting, depth)
+    for index in indices:
+        key = kind, input_grad = shape.pattern[index], index != lowest or trains_below
+        if key not in known:
+            select = _select(shape, setting, depth, index)
+            known[key] = select, kept_bytes(shape.blocks[kind], shape.hidden_size, setting, select, input_grad)
+        yield index, *known[key]
 
 
 def _trains_below(shape: ModelShape, setting: Setting, depth: Checkpointing) -> bool:
@@ -270,7 +298,7 @@ def _layers(
     return kept, host_kept, kept - own, before, stream, tuple(reversed(moments))
 
 
-def _count_sent_bytes(cost: LayerCost, stream: int) -> int:
+def _count_sent_bytes(cost: LayerCost | KeptBytes, stream: int) -> int:
     return cost.saved - cost.small + (stream if stream >= SMALLEST_MOVED_BYTES else 0)
 
 

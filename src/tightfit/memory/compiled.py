@@ -11,16 +11,22 @@ The tape of the layer is the same as for a layer that is run operation by operat
 values and becomes two lists of kernels. What is modelled was read in inductor's sources and in the code that it made
 for layers of four models on an H200. What these keep comes out exactly; so do their peaks, unless inductor takes
 another order: the largest difference seen is 3.5 % of one layer's (tests/memory/test_compiled.py).
+
+Which kernels there are depends on what reads what, and on how large activations are against each other, not on how
+large they are. So the kernels of a layer are found once for all micro batches, and for all lengths at which it has the
+same proportions (`find_code`); how much they hold is then added up with the sizes of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import gcd
 from typing import Literal, NamedTuple
 
 from tightfit.memory.graph import REDUCTION, Graph, Value, cut, follow_tags, read_graph
-from tightfit.memory.tape import SMALLEST_MOVED_BYTES, LayerCost, Op, Slot, Tape
+from tightfit.memory.tape import SMALLEST_MOVED_BYTES, Access, LayerCost, Op, Part, Slot, Tape
 
 MOST_READS, MOST_READS_REUSED = 8, 4
 """Inductor's `realize_acc_reads_threshold` and `realize_reads_threshold`: a chain that reads more tensors than this is
@@ -59,37 +65,267 @@ def measure_graph(
 ) -> LayerCost:
     """`select`: the parts that run again inside the graph, empty for all; None: nothing does, but what the compiler
     likes to. Then the layer's input is counted if it is kept; otherwise it is left to who asks for recomputation."""
-    graph = read_graph(tape, layer_input)
-    output = graph.of(layer_output)
-    if select is None:
-        cut(graph)
-    else:
-        follow_tags(graph, select)
-    own = layer_input.size if graph.input.saved else 0
-    forward = _Schedule(graph).run_forward(output, keeps=True).most() + own
-    backward = _Schedule(graph)
-    weight_grads, input_grad = backward.run_backward(tape.ops, layer_input, layer_output)
+    form = _form_of(tape, layer_input, layer_output)
+    code, sizes = find_code(form.ops, form.slots, form.ends, form.proportions, select), form.sizes
+    kept = measure_kept(tape, layer_input, layer_output, select)
+    kernels = find_kernels(code)
+    weight_grads = [sizes[place] for place in kernels.backward.weight_grads]
+    own = layer_input.size if code.keeps_input else 0
+    forward = kernels.forward.most(sizes) + own
     # There is an order to choose where weight gradients are large. Forwards, and where they are small, that in which
     # the layer was traced is the best.
-    most = backward.most(search=sum(weight_grads) > layer_output.size)
+    most = kernels.backward.kernels.most(sizes, search=sum(weight_grads) > layer_output.size)
+    input_grad = layer_input.size if kernels.backward.has_input_grad else 0
     arrivals, rest = [], sum(weight_grads) + input_grad
     for size in weight_grads:
         rest -= size
         arrivals.append((size, rest))
-    saved = [value.size for value in graph.values if value.saved]
     return LayerCost(
-        saved=sum(saved),
+        saved=kept.saved,
         output=layer_output.size,
         forward=forward,
-        forward_unsaved=_Schedule(graph).run_forward(output, keeps=False).most() if select is None else forward,
+        forward_unsaved=kernels.forward_unsaved.most(sizes) if select is None else forward,
         recompute=forward if select is None else 0,
         backward=most,
         backward_kept=most,
         weight_grads=sum(weight_grads),
         input_grad=input_grad,
         arrivals=tuple(arrivals),
-        small=sum([size for size in saved if size < SMALLEST_MOVED_BYTES]),
+        small=kept.small,
     )
+
+
+class KeptBytes(NamedTuple):
+    """As `LayerCost` has them."""
+
+    saved: int
+    small: int
+
+
+def measure_kept(tape: Tape, layer_input: Slot, layer_output: Slot, select: tuple[str, ...] | None) -> KeptBytes:
+    """What `measure_graph` says of it, for less."""
+    form = _form_of(tape, layer_input, layer_output)
+    code = find_code(form.ops, form.slots, form.ends, form.proportions, select)
+    saved = [form.sizes[place] for place in code.saved]
+    return KeptBytes(sum(saved), sum([size for size in saved if size < SMALLEST_MOVED_BYTES]))
+
+
+# --- a layer without its size ------------------------------------------------------------------------
+
+
+class _OpForm(NamedTuple):
+    """An operation without its sizes: slots by their numbers, and of every size whether there is any."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    saves: tuple[int, ...]
+    makes: tuple[int, ...]
+    keeps: tuple[int, ...]
+    passes: bool
+    grad_sizes: int | None  # how many are given
+    product: bool
+    part: Part
+    sums: Part | None
+    weighs: bool
+    access: Access
+    again: bool
+    temps: tuple[bool, bool]  # forwards, backwards
+    weight_grad: bool
+    rows: bool
+    inner: bool
+
+
+class _Form(NamedTuple):
+    ops: tuple[_OpForm, ...]
+    slots: tuple[tuple[int, bool], ...]  # of each its storage, and whether a gradient flows through it
+    ends: tuple[int, int]
+    proportions: tuple[int, ...]  # of the sizes that grow with the tokens, which come first
+    sizes: list[int]  # of slots and of what is as large as activations, then of all else, and 0
+
+
+class _Size(int):
+    """Bytes, in some unit, and the place where a form lists them."""
+
+    place: int
+
+
+def _sized(size: int, place: int) -> _Size:
+    made = _Size(size)
+    made.place = place
+    return made
+
+
+@lru_cache(maxsize=64)
+def _form_of(tape: Tape, layer_input: Slot, layer_output: Slot) -> _Form:
+    numbers: dict[int, int] = {}
+    slots: list[tuple[int, bool]] = []
+    growing: list[int] = []
+    fixed: list[int] = []
+    ops: list[_OpForm] = []
+
+    def number(slot: Slot) -> int:
+        known = numbers.get(id(slot))
+        if known is None:
+            storage = number(slot.storage) if slot.storage is not slot else len(slots)
+            known = numbers[id(slot)] = len(slots)
+            slots.append((storage, slot.grad))
+            growing.append(slot.size)
+        return known
+
+    def number_all(group: tuple[Slot, ...]) -> tuple[int, ...]:
+        return tuple([number(slot) for slot in group])
+
+    for op in tape.ops:
+        form = _OpForm(
+            inputs=number_all(op.inputs),
+            outputs=number_all(op.outputs),
+            saves=number_all(op.saves),
+            makes=number_all(op.makes),
+            keeps=number_all(op.keeps),
+            passes=op.passes,
+            grad_sizes=None if op.grad_sizes is None else len(op.grad_sizes),
+            product=op.product,
+            part=op.part,
+            sums=op.sums,
+            weighs=op.weighs,
+            access=op.access,
+            again=op.again > 0,
+            temps=(op.forward_temp > 0, op.backward_temp > 0),
+            weight_grad=op.weight_grad > 0,
+            rows=op.rows > 0,
+            inner=op.inner > 0,
+        )
+        ops.append(form)
+        fixed += (op.forward_temp, op.backward_temp, op.weight_grad)
+    ends = number(layer_input), number(layer_output)
+    for op in tape.ops:
+        growing += (op.rows, op.inner, *(op.grad_sizes or ()))
+    unit = gcd(*growing) or 1
+    proportions = tuple([size // unit for size in growing])
+    return _Form(tuple(ops), tuple(slots), ends, proportions, [*growing, *fixed, 0])
+
+
+class _Code:
+    """What the compiler makes of a layer. All sizes are places in the lists of forms.
+
+    Its kernels are those of any layer with the same operations that keeps the same tensors, where the same sizes are
+    equal and the same gradients are spread over rows: such codes are equal, and share them (`find_kernels`)."""
+
+    def __init__(self, form: _Unsized, tape: Tape, ends: tuple[Slot, Slot], select: tuple[str, ...] | None) -> None:
+        self.tape, self.ends = tape, ends
+        self.graph = read_graph(tape, ends[0])
+        if select is None:
+            cut(self.graph)
+        else:
+            follow_tags(self.graph, select)
+        self.saved = [_place(value.size) for value in self.graph.values if value.saved]
+        self.keeps_input = self.graph.input.saved
+        first = dict[int, int]()
+        alike = tuple([first.setdefault(size, place) for place, size in enumerate(form[-1])])
+        spread = tuple([_is_spread(slot, op.outputs[0].size) for op in tape.ops for slot in op.inputs if op.outputs])
+        made = tuple([len(value.inputs) for value in self.graph.values])  # of casts that are one there is but one
+        self.key = form[:-1], tuple(self.saved), alike, spread, made
+        self._hash = hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Code) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class _LayerKernels:
+    """Of both passes, found when they are asked for."""
+
+    def __init__(self, code: _Code) -> None:
+        self.tape, self.ends, self.graph = code.tape, code.ends, code.graph
+
+    @cached_property
+    def forward(self) -> _PassKernels:
+        return _PassKernels(_Schedule(self.graph).run_forward(self.graph.of(self.ends[1]), keeps=True))
+
+    @cached_property
+    def forward_unsaved(self) -> _PassKernels:
+        return _PassKernels(_Schedule(self.graph).run_forward(self.graph.of(self.ends[1]), keeps=False))
+
+    @cached_property
+    def backward(self) -> _BackwardKernels:
+        schedule = _Schedule(self.graph)
+        weight_grads, input_grad = schedule.run_backward(self.tape.ops, *self.ends)
+        return _BackwardKernels(_PassKernels(schedule), [_place(size) for size in weight_grads], input_grad > 0)
+
+
+@lru_cache(maxsize=512)
+def find_kernels(code: _Code) -> _LayerKernels:
+    return _LayerKernels(code)
+
+
+class _BackwardKernels(NamedTuple):
+    kernels: _PassKernels
+    weight_grads: list[int]
+    has_input_grad: bool
+
+
+_Unsized = tuple[tuple[_OpForm, ...], tuple[tuple[int, bool], ...], tuple[int, int], tuple[int, ...]]
+"""Operations, slots, ends and proportions of a form."""
+
+
+@lru_cache(maxsize=1024)
+def find_code(
+    forms: tuple[_OpForm, ...],
+    slots: tuple[tuple[int, bool], ...],
+    ends: tuple[int, int],
+    proportions: tuple[int, ...],
+    select: tuple[str, ...] | None,
+) -> _Code:
+    sizes = [_sized(size, place) for place, size in enumerate(proportions)]
+    tensors: list[Slot] = []
+    for place, (storage, grad) in enumerate(slots):
+        tensors.append(Slot(sizes[place], grad, None if storage == place else tensors[storage]))
+    tape, growing, fixed = Tape(), len(slots), len(proportions)
+
+    def pick(group: tuple[int, ...]) -> tuple[Slot, ...]:
+        return tuple([tensors[number] for number in group])
+
+    for form in forms:
+        rows, inner, *grads = sizes[growing : growing + 2 + (form.grad_sizes or 0)]
+        amounts = (*form.temps, form.weight_grad)
+        forward_temp, backward_temp, weight_grad = (_sized(amount, fixed + i) for i, amount in enumerate(amounts))
+        growing, fixed = growing + 2 + len(grads), fixed + len(amounts)
+        tape.ops.append(
+            Op(
+                pick(form.inputs),
+                pick(form.outputs),
+                pick(form.saves),
+                pick(form.makes),
+                pick(form.keeps),
+                forward_temp,
+                backward_temp,
+                weight_grad,
+                passes=form.passes,
+                grad_sizes=None if form.grad_sizes is None else tuple(grads),
+                product=form.product,
+                part=form.part,
+                sums=form.sums,
+                weighs=form.weighs,
+                rows=rows,
+                inner=inner,
+                access=form.access,
+                again=form.again,
+            )
+        )
+    layer_input, layer_output = pick(ends)
+    return _Code((forms, slots, ends, proportions), tape, (layer_input, layer_output), select)
+
+
+def _place(size: int) -> int:
+    """Where a form lists it; last is 0."""
+    return size.place if isinstance(size, _Size) else -1
+
+
+def _is_spread(slot: Slot, size: int) -> bool:
+    """Over the rows of what is made of it, which is so large."""
+    return slot.size * REDUCTION < size
 
 
 class _Schedule:
@@ -248,7 +484,7 @@ class _Schedule:
                 others = [made for each, made in known.items() if len(inputs) < 2 or each is not slot]
                 needs = gradient.sources.union(*([] if op.weighs else others))
                 shifts = gradient.shifts or op.again > 0
-                if slot.size * REDUCTION < size:  # it was spread over a row: summed up again
+                if _is_spread(slot, size):  # summed up again
                     (summed,) = self.launch("row", needs, [slot.size], shifts=True)
                     self._add(gradients, slot, _Flow({summed}, summed))
                 else:
@@ -288,27 +524,30 @@ class _Schedule:
             self._gather(both, slot.size)
         gradients[id(slot)] = both
 
-    # in which order, and in what space
+    # in what space, and how many
 
-    def most(self, *, search: bool = False) -> int:
-        """The most that is held at once, in the order in which the layer was traced, or in the best of those that
-        inductor tries (`search`)."""
-        order = _order(self._fuse(), self, search=search)
+    def list_held(self, order: list[Launch]) -> list[_Held]:
         last: dict[int, int] = {}
         for place, kernel in enumerate(order):
             for buffer in (*kernel.reads, *kernel.writes):
                 last[buffer] = place
-        live = most = sum([self.sizes[buffer] for buffer in self.start])
+        turns = []
         for place, kernel in enumerate(order):
             ending = {buffer for buffer in kernel.reads if last[buffer] == place and buffer not in self.held}
             taken = self._in_place(kernel, ending)
-            live += sum([self.sizes[buffer] for buffer in kernel.writes])
-            live -= sum([self.sizes[buffer] for buffer in taken])
-            most = max(most, live + kernel.temp)
-            live -= sum([self.sizes[buffer] for buffer in ending if buffer not in taken])
             unread = [buffer for buffer in kernel.writes if last[buffer] == place and buffer not in self.held]
-            live -= sum([self.sizes[buffer] for buffer in unread])
-        return most
+            turns.append(
+                _Held(
+                    self.place(kernel.writes),
+                    self.place(taken),
+                    _place(kernel.temp),
+                    self.place([*ending.difference(taken), *unread]),
+                )
+            )
+        return turns
+
+    def place(self, buffers: Iterable[int]) -> list[int]:
+        return [_place(self.sizes[buffer]) for buffer in buffers]
 
     def _in_place(self, kernel: Launch, ending: set[int]) -> set[int]:
         """Which of the buffers that end with this kernel it writes over: each by the one tensor that is computed from
@@ -325,7 +564,7 @@ class _Schedule:
                         break
         return taken
 
-    def _fuse(self) -> list[Launch]:
+    def fuse(self) -> list[Launch]:
         """Kernels of one kind that share what they read, or of which one reads what the other writes, become one,
         unless some other kernel has to run between them."""
         maker = {write: kernel.number for kernel in self.kernels for write in kernel.writes}
@@ -368,6 +607,44 @@ class _Schedule:
         return alone + [kernel for kernel, _, _ in groups]
 
 
+class _Held(NamedTuple):
+    """What a kernel writes, over which of these it does, what it needs meanwhile, and what nobody needs after it: the
+    places of the sizes."""
+
+    writes: list[int]
+    taken: list[int]
+    temp: int
+    ends: list[int]
+
+
+class _PassKernels:
+    """The kernels of a pass, and what they hold."""
+
+    def __init__(self, schedule: _Schedule) -> None:
+        self.schedule, self.kernels = schedule, schedule.fuse()
+        self.start = schedule.place(schedule.start)
+        self.traced = schedule.list_held(_order(self.kernels, schedule))
+
+    def most(self, sizes: Sequence[int], *, search: bool = False) -> int:
+        """The most that is held at once, in the order in which the layer was traced, or in the best of those that
+        inductor tries (`search`)."""
+        turns = self.traced
+        if search:
+            own = [sizes[place] for place in self.schedule.place(range(len(self.schedule.sizes)))]
+            turns = self.schedule.list_held(_order(self.kernels, self.schedule, own))
+        live = most = sum([sizes[place] for place in self.start])
+        for writes, taken, temp, ends in turns:
+            for place in writes:
+                live += sizes[place]
+            for place in taken:
+                live -= sizes[place]
+            if live + sizes[temp] > most:
+                most = live + sizes[temp]
+            for place in ends:
+                live -= sizes[place]
+        return most
+
+
 def _stands_between(before: list[int], kernels: int, members: int) -> bool:
     """Whether one of these kernels has to run after one of those. All are bits."""
     while kernels:
@@ -389,9 +666,10 @@ class _Node:
     after: set[_Node] = field(default_factory=set)
 
 
-def _order(kernels: list[Launch], schedule: _Schedule, *, search: bool) -> list[Launch]:
-    """`reorder_for_peak_memory`: the order in which they were traced, and three others; the one that holds least."""
-    sizes = schedule.sizes
+def _order(kernels: list[Launch], schedule: _Schedule, search: list[int] | None = None) -> list[Launch]:
+    """The order in which they were traced, or with the sizes of all buffers that of `reorder_for_peak_memory`, which
+    tries three others, too, and takes the one that holds least."""
+    sizes = search or schedule.sizes
     maker: dict[int, _Node] = {}
     nodes = []
     for index, kernel in enumerate(sorted(kernels, key=lambda each: each.number)):
@@ -402,7 +680,7 @@ def _order(kernels: list[Launch], schedule: _Schedule, *, search: bool) -> list[
         for each in node.before:
             each.after.add(node)
     nodes = _visit(nodes)
-    if not search:
+    if search is None:
         return [node.kernel for node in nodes]
     for index, node in enumerate(nodes):
         node.index = index
@@ -430,7 +708,7 @@ def _order(kernels: list[Launch], schedule: _Schedule, *, search: bool) -> list[
     by_size = sorted(nodes, key=lambda node: (wide[node], node.index))
     tried = [
         nodes,
-        _least_first(nodes, readers, free, begin, schedule),
+        _least_first(nodes, readers, free, begin, sizes, schedule.held),
         _widest_first(nodes),
         _visit(by_size, wide),
     ]
@@ -456,10 +734,9 @@ def _visit(wanted: list[_Node], wide: dict[_Node, int] | None = None) -> list[_N
 
 
 def _least_first(
-    nodes: list[_Node], readers: dict[int, int], free: set[int], begin: int, schedule: _Schedule
+    nodes: list[_Node], readers: dict[int, int], free: set[int], begin: int, sizes: list[int], held: set[int]
 ) -> list[_Node]:
     """`topological_sort_lpmf`: whatever holds least next."""
-    sizes = schedule.sizes
     left, waits = dict(readers), {node: len(node.before) for node in nodes}
     frees = {node: sum([sizes[r] for r in node.kernel.reads if r in free and left[r] == 1]) for node in nodes}
     users: dict[int, list[_Node]] = {}
@@ -468,7 +745,7 @@ def _least_first(
             users.setdefault(read, []).append(node)
     ready = [node for node in nodes if waits[node] == 0]
     live = begin
-    most = max(live, sum([sizes[write] for node in nodes for write in node.kernel.writes if write in schedule.held]))
+    most = max(live, sum([sizes[write] for node in nodes for write in node.kernel.writes if write in held]))
     order: list[_Node] = []
     while ready:
         gap = most - live

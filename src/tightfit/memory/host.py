@@ -195,6 +195,8 @@ def _optimizer_buffers(job: MemoryJob) -> int:
 def nvme_bytes(job: MemoryJob) -> int:
     """Swap files of one rank: weights as the model computes; master weights, both moments and gradients in fp32."""
     levers, weights, swapped = job.levers, job.weights, 0
+    if levers.streams:
+        return sum(stream.file_sizes(job))
     if levers.offload_param == "nvme":
         files = (numel for numel in (*weights.trainable, *weights.frozen) if _is_swapped(numel, job))
         swapped += sum(share(numel, job.world) for numel in files) * weights.width

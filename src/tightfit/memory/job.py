@@ -75,17 +75,24 @@ def make_job(shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, *, 
 
 
 def make_jobs(
-    shape: ModelShape, levers: Levers, world: int, gpu: Gpu | None, *, built_whole: bool = False
+    shape: ModelShape,
+    levers: Levers,
+    world: int,
+    gpu: Gpu | None,
+    *,
+    built_whole: bool = False,
+    row: tuple[PipelineGpu, ...] | None = None,
 ) -> list[list[MemoryJob]]:
-    """Of each GPU that may be the fullest one for each of its stages; of a model in one piece there is but one."""
+    """Of each GPU that may be the fullest one for each of its stages, or of those of `row`; of a model in one piece
+    there is but one."""
     if levers.pipeline_parallel == 1:
         return [[make_job(shape, levers, world, gpu, built_whole=built_whole)]]
     jobs = []
-    for row in lay_out(shape, levers):
-        weights, own = weights_of.of(row.shape, row.levers(levers)), list[MemoryJob]()
-        for stage in row.stages:
-            job = make_job(stage.shape, replace(levers, frozen_layers=stage.frozen), world, gpu)
-            own.append(replace(job, weights=weights, row=row, stage=stage))
+    for one in lay_out(shape, levers) if row is None else row:
+        weights, own = weights_of.of(one.shape, one.levers(levers)), list[MemoryJob]()
+        for stage in one.stages:
+            job = make_job(stage.shape, levers.change(frozen_layers=stage.frozen), world, gpu)
+            own.append(replace(job, weights=weights, row=one, stage=stage))
         jobs.append(own)
     return jobs
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tightfit.memory.attention import attention
-from tightfit.memory.compiled import measure_graph
+from tightfit.memory.compiled import KeptBytes, measure_graph, measure_kept
 from tightfit.memory.feedforward import adapts_experts, mlp, moe
 from tightfit.memory.mamba2 import mamba2
 from tightfit.memory.operations import FP32, Operations, Setting
@@ -45,6 +45,19 @@ def recompute_cost(
     if known and select:
         return measure_parts(*layer_tape(block, hidden, setting, input_grad), select)
     return replace(layer_cost(block, hidden, setting, input_grad), saved=0)
+
+
+@lru_cache(maxsize=1024)
+def kept_bytes(
+    block: Block, hidden: int, setting: Setting, select: tuple[str, ...] | None, input_grad: bool = True
+) -> KeptBytes:
+    """What these two say that a layer keeps. `select`: None: nothing of it runs again."""
+    if setting.compiled and not isinstance(block.mixer, Traced):
+        known = select is None or has_parts(block, setting)
+        return measure_kept(*layer_tape(block, hidden, setting, input_grad), select if known else ())
+    made = block, hidden, setting
+    cost = layer_cost(*made, input_grad) if select is None else recompute_cost(*made, select, input_grad)
+    return KeptBytes(cost.saved, cost.small)
 
 
 def has_parts(block: Block, setting: Setting) -> bool:

@@ -63,7 +63,7 @@ class PipelineGpu:
         depth = levers.checkpointing
         if depth.layers is not None:
             depth = replace(depth, layers=self.count_recomputing(depth.layers))
-        return replace(levers, frozen_layers=self.frozen, checkpointing=depth)
+        return levers.change(frozen_layers=self.frozen, checkpointing=depth)
 
 
 def lay_out(shape: ModelShape, levers: Levers) -> tuple[PipelineGpu, ...]:

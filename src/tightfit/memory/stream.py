@@ -16,8 +16,8 @@ and have a part of everything else each, so a rank is counted with its part of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from tightfit.memory import ddp
@@ -25,18 +25,30 @@ from tightfit.memory.activations import count_mask_bytes, count_rotary_bytes
 from tightfit.memory.job import Components, MemoryJob, combine, logits, packing_of, share, worst
 from tightfit.memory.layers import has_parts, keeps_input, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.operations import FP32, Setting
-from tightfit.memory.units import GRADS, SLOTS, Unit, Units, stays, units_of
+from tightfit.memory.units import (
+    AHEAD,
+    BUFFERS,
+    GRADS,
+    LEAVING,
+    SLOTS,
+    Unit,
+    Units,
+    count_kept,
+    stays,
+    units_of,
+    updates_ahead,
+    waits_for_norm,
+)
 from tightfit.types import Checkpointing, Levers, ModelShape, PhaseName, States
 
 PAGE = 2 * 2**20  # bytes: what is taken of the host's memory comes in huge pages
-LEAVING = 2  # inputs of layers on their way to the host, at most
-AHEAD = 2  # likewise on their way back, beside the one that is in use
+DIRECT, BESIDE = 4096, 64  # bytes at which a unit's states begin in a file, and each tensor of them
 BLOCK = 256  # elements of an 8-bit moment that share a scale
 PASSING = 2 * BLOCK * 2**13
 """Elements on the GPU at a time where it updates them: `STAGED` and `LANES` of train/host_states.py."""
-WIDENED_BYTES: Mapping[States, int] = {"fp32": 0, "bf16": 12, "8bit": 28}
-"""Of each of these beside itself: both moments in fp32, the gradient that was scaled and, of 8 bits, what looks their
-numbers up. Moments of fp32 are updated on the host, unless that has few cores."""
+WIDENED_BYTES = 28
+"""Of each of these beside itself: both moments in fp32, the gradient that was scaled, and what looks up the numbers of
+8-bit moments. Others are updated on the host, unless that has few cores."""
 INPUT_BYTES = 16  # of each token of a micro batch that waits: its number and its label
 
 
@@ -166,13 +178,11 @@ def hold_always(job: MemoryJob) -> Components:
 
 
 def _count_passing_bytes(job: MemoryJob) -> int:
-    """Pieces of narrow moments, with weights and gradients: the GPU updates them as they pass."""
-    levers, kept = job.levers, {"fp32": 8, "bf16": 4, "8bit": 2}[job.levers.states]
-    if levers.states == "fp32" or job.on_cpu:
+    """Pieces of 8-bit moments, with weights and gradients: the GPU updates them as they pass."""
+    if job.levers.states != "8bit" or job.on_cpu:
         return 0
-    masters = FP32 if levers.master_weights and levers.precision != "fp32" else 0
-    each = FP32 + job.weights.width + masters + kept + WIDENED_BYTES[levers.states]
-    return PASSING * each
+    masters = FP32 if _has_masters(job.levers) else 0
+    return PASSING * (FP32 + job.weights.width + masters + 2 + WIDENED_BYTES)
 
 
 def split_layers(units: Units, levers: Levers) -> tuple[list[Unit], list[Unit]]:
@@ -273,13 +283,34 @@ def on_host(job: MemoryJob) -> Components:
     levers, units = job.levers, units_of(job.shape, job.levers)
     ranks, trained = job.world, [unit.trained for unit in _all(units) if unit.trained]
     own = [share(numel, ranks) for numel in trained]
-    has_masters = levers.master_weights and levers.precision != "fp32"
+    kept, files = own[: count_kept(levers, len(own))], file_sizes(job)
+    sets, masters = 1 + updates_ahead(levers), _has_masters(levers)
+    # Without fp32 copies the weights themselves are kept as they were before a step that goes ahead.
+    before = 0 if masters or sets == 1 else sum([pages(job.weights.width * numel) for numel in own])
     return {
-        "weights": share(home_bytes(units, levers), ranks),
-        "master_weights": sum([pages(FP32 * numel) for numel in own]) if has_masters else 0,
-        "optimizer_states": sum([_moments_bytes(levers.states, numel) for numel in own]),
+        "weights": share(home_bytes(units, levers), ranks) + before,
+        "master_weights": sets * sum([pages(FP32 * numel) for numel in kept]) if masters else 0,
+        "optimizer_states": sets * sum([_moments_bytes(levers.states, numel, pages) for numel in kept]),
         "gradients": _arriving_bytes(levers, own),
+        "buckets": sum([pages(max(files[number::BUFFERS])) for number in range(min(BUFFERS, len(files)))]),
     }
+
+
+def file_sizes(job: MemoryJob) -> list[int]:
+    """Of units whose states are on an NVMe: what they take of a rank's file there."""
+    levers, units = job.levers, units_of(job.shape, job.levers)
+    own = [share(unit.trained, job.world) for unit in _all(units) if unit.trained]
+    own = own[count_kept(levers, len(own)) :]
+    masters = FP32 if _has_masters(levers) else 0
+    sizes = [
+        _align(masters * numel, BESIDE) + _moments_bytes(levers.states, numel, partial(_align, to=BESIDE))
+        for numel in own
+    ]
+    return [_align(size, DIRECT) for size in sizes]
+
+
+def _has_masters(levers: Levers) -> bool:
+    return levers.master_weights and levers.precision != "fp32"
 
 
 def home_bytes(units: Units, levers: Levers) -> int:
@@ -293,19 +324,18 @@ def _all(units: Units) -> list[Unit]:
     return [units.before, *units.layers, units.after]
 
 
-def _moments_bytes(states: States, numel: int) -> int:
-    """Of both moments."""
+def _moments_bytes(states: States, numel: int, pad: Callable[[int], int]) -> int:
+    """Of both moments; `pad`: what an allocation takes."""
     if states == "8bit":
         blocks = -(-numel // BLOCK)
-        return 2 * (pages(blocks * BLOCK) + pages(FP32 * blocks))
-    return 2 * pages({"fp32": 4, "bf16": 2}[states] * numel)
+        return 2 * (pad(blocks * BLOCK) + pad(FP32 * blocks))
+    return 2 * pad({"fp32": 4, "bf16": 2}[states] * numel)
 
 
 def _arriving_bytes(levers: Levers, own: list[int]) -> int:
-    """Gradients in fp32: all of them, where clipping or a loss scale has to know their norm first."""
+    """Gradients in fp32: all of them, where a step may be made, or made again, when their norm is known."""
     sizes = [pages(FP32 * numel) for numel in own]
-    waits = levers.gradient_clipping or levers.precision == "fp16"
-    return sum(sizes) if waits else min(GRADS, len(sizes)) * max(sizes, default=0)
+    return sum(sizes) if waits_for_norm(levers) else min(GRADS, len(sizes)) * max(sizes, default=0)
 
 
 def waiting_bytes(job: MemoryJob) -> int:
@@ -319,4 +349,8 @@ def waiting_bytes(job: MemoryJob) -> int:
 
 
 def pages(size: int) -> int:
-    return -(-size // PAGE) * PAGE
+    return _align(size, PAGE)
+
+
+def _align(size: int, to: int) -> int:
+    return -(-size // to) * to

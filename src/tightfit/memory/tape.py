@@ -112,7 +112,7 @@ class LayerCost:
     arrives_in: tuple[int, ...] = ()  # for each of `arrivals`, in which module's turn it comes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tape:
     """Records a layer. Helpers that know PyTorch's operations stand in `operations.py`."""
 

@@ -7,7 +7,7 @@ backward pass begins, and after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -17,6 +17,7 @@ from tightfit.memory import engines, host, overhead, stream, zero3
 from tightfit.memory.activations import Curve, curve_of
 from tightfit.memory.engines import ENGINES
 from tightfit.memory.job import MemoryJob, at_depth, count_waiting_bytes, make_jobs
+from tightfit.memory.pipeline import PipelineGpu
 from tightfit.types import Checkpointing, Footprint, Hardware, Levers, ModelShape
 
 
@@ -47,6 +48,11 @@ def totals_of(footprint: Footprint) -> Totals:
         nvme=on_host.nvme_bytes_per_node,
         beside=gpu.overhead["context"] + gpu.overhead["communicator"],
     )
+
+
+def fullest_of(row: Sequence[Totals]) -> Totals:
+    """What counts of the GPUs of a pipeline."""
+    return max(row, key=lambda each: each.required)._replace(host=max([each.host for each in row]))
 
 
 def required_bytes(held: int, hardware: Hardware, groups: int) -> int:
@@ -119,18 +125,19 @@ class Steady(NamedTuple):
 class Scale:
     """One way of computing, at any depth of checkpointing."""
 
-    def __init__(self, shape: ModelShape, levers: Levers, hardware: Hardware) -> None:
+    def __init__(
+        self, shape: ModelShape, levers: Levers, hardware: Hardware, row: tuple[PipelineGpu, ...] | None = None
+    ) -> None:
+        """`row`: of a pipeline, those of its GPUs that are to be weighed; None: all."""
         self.shape, self.levers, self.hardware = shape, levers, hardware
         self.engine = ENGINES[levers.engine]
-        self.jobs = make_jobs(shape, levers, hardware.world, hardware.gpu)
+        self.jobs = make_jobs(shape, levers, hardware.world, hardware.gpu, row=row)
         self.job = self.jobs[0][0]
         self._steady: dict[Checkpointing | None, list[Steady]] = {}
 
     def totals(self, depth: Checkpointing) -> Totals:
         """Those of `estimate`: of the fullest GPU."""
-        found = self.totals_of_each(depth)
-        fullest = max(found, key=lambda each: each.required)
-        return fullest._replace(host=max(each.host for each in found))
+        return fullest_of(self.totals_of_each(depth))
 
     def totals_of_each(self, depth: Checkpointing) -> list[Totals]:
         """Of the GPUs of a pipeline that differ in their layers."""
@@ -172,7 +179,7 @@ class Scale:
                     init=sum(self.engine.initialise(job).values()),
                     step=sum(engines.step(job).values()),
                     host=max([sum(parts.values()) for parts in host.phases(job).values()]) * ranks,
-                    nvme=host.nvme_bytes(job) * ranks if self.levers.stage == 3 else 0,
+                    nvme=host.nvme_bytes(job) * ranks,
                 )
                 for job in jobs
             ]

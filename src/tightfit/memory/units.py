@@ -11,6 +11,9 @@ from tightfit.types import Levers, Lora, ModelShape, Tensor, Trains
 
 SLOTS = 2  # on the GPU, for layers that stream
 GRADS = 2  # likewise for the fp32 gradients of a layer
+BUFFERS = 2  # in RAM, for states that rest on an NVMe
+LEAVING = 2  # inputs of layers on their way to the host, at most
+AHEAD = 2  # likewise on their way back, beside the one that is in use
 
 
 class Unit(NamedTuple):
@@ -63,8 +66,29 @@ def stays(layer: int, resident: int, layers: int) -> bool:
     return (layer + 1) * resident // layers > layer * resident // layers
 
 
+def count_kept(levers: Levers, trained: int) -> int:
+    """Of so many units that train: the lowest, whose states stay in RAM."""
+    if levers.offload_optimizer != "nvme":
+        return trained
+    return min(trained, max(0, levers.buckets.optimizer_buffer_count - BUFFERS))
+
+
+def waits_for_norm(levers: Levers) -> bool:
+    """Whether no step counts before the norm of all gradients is known: they may have to be clipped or, with a loss
+    scale that was too high, thrown away."""
+    return levers.gradient_clipping or levers.precision == "fp16"
+
+
+def updates_ahead(levers: Levers) -> bool:
+    """Whether units are updated before that all the same, into a second set of states."""
+    return levers.update == "ahead" and levers.method == "full" and waits_for_norm(levers)
+
+
+@lru_cache(maxsize=1024)
 def layer_bytes(layers: tuple[Unit, ...], resident: int) -> int:
     """Weights of layers on the GPU: those that stay, and slots for the others."""
-    held = [unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))]
-    streamed = [unit.bytes for index, unit in enumerate(layers) if not stays(index, resident, len(layers))]
+    held: list[int] = []
+    streamed: list[int] = []
+    for index, unit in enumerate(layers):
+        (held if stays(index, resident, len(layers)) else streamed).append(unit.bytes)
     return sum(held) + min(SLOTS, len(streamed)) * max(streamed, default=0)

@@ -117,7 +117,7 @@ def effective_lora(levers: Levers) -> Lora | None:
     lora = levers.lora
     if lora is None or levers.precision == "fp32" or levers.stage == 3:
         return lora
-    return replace(lora, dtype="bf16")
+    return lora if lora.dtype == "bf16" else replace(lora, dtype="bf16")
 
 
 def layer_parameters(block: Block, method: str, lora: Lora | None) -> tuple[list[int], list[int], list[int]]:

@@ -22,10 +22,10 @@ from math import hypot
 
 from tightfit.memory import estimate
 from tightfit.memory.activations import setting_of
-from tightfit.memory.pipeline import PipelineGpu, lay_out
+from tightfit.memory.pipeline import PipelineGpu, Stage, lay_out
 from tightfit.pace import engines, stream
 from tightfit.pace.clock import TIE_S, Clock, KernelChoice, clock_of
-from tightfit.pace.pipeline import RowTime, find_waits
+from tightfit.pace.pipeline import RowTime, find_waits, hand_over_each_s
 from tightfit.pace.rates import (
     Rates,
     assumptions,
@@ -39,23 +39,25 @@ from tightfit.pace.warm_up import warm_up_s
 from tightfit.pace.work import exchange_s, passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
-__all__ = ["TIE_S", "Clock", "KernelChoice", "clock_of", "pace", "step_seconds", "time_row"]
+__all__ = ["TIE_S", "Clock", "KernelChoice", "RowTime", "clock_of", "pace", "step_seconds", "time_row"]
 
 LEAST_OPEN = 0.002
 """A rate that leaves less than this share of a step open is not reported."""
 
 
-def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool = False) -> Pace:
+def pace(
+    shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bool = False, ranged: bool = True
+) -> Pace:
     """Seconds of one optimizer step, and tokens a second of all GPUs together, with their range.
 
     `rehearsal`: one rank alone poses as one of many, in a pipeline as the one that holds most: nothing is communicated,
-    and the host is not shared.
+    and the host is not shared. `ranged`: without its range and rates it takes a tenth of the time.
     """
     rates, known = know_rates(hardware, levers.precision, rehearsal=rehearsal)
     causes = _causes(shape, levers, hardware, rates, rehearsal=rehearsal)
     step_s = sum(causes.values())
     used: dict[str, RateUsed] = {}
-    for name, each in known.items():
+    for name, each in known.items() if ranged else ():
         slower = slow_down(rates, name, 1 + each.spread)
         open_s = sum(_causes(shape, levers, hardware, slower, rehearsal=rehearsal).values()) - step_s
         if open_s > LEAST_OPEN * step_s:
@@ -67,8 +69,8 @@ def pace(shape: ModelShape, levers: Levers, hardware: Hardware, *, rehearsal: bo
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         causes=causes,
-        low_s=step_s / (1 + apart),
-        high_s=step_s * (1 + apart),
+        low_s=step_s / (1 + apart) if ranged else 0.0,
+        high_s=step_s * (1 + apart) if ranged else 0.0,
         rates=dict(sorted(used.items(), key=lambda item: -item[1].open_s)),
         because=assumptions(hardware, levers),
         warm_up_s=warm_up_s(shape, levers),
@@ -96,7 +98,11 @@ def _causes(
     else:
         row = lay_out(shape, levers)
         each = [_list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=False) for gpu in row]
-        waits = find_waits(shape, levers, hardware, rates, _time_row(row, levers, hardware, rates, each))
+        waits = find_waits(
+            levers,
+            hand_over_each_s(shape, levers, hardware, rates),
+            _time_row(row, levers, hardware, rates, each),
+        )
         entries = [
             *each[waits.slowest],
             ("communication", waits.handed_s),
@@ -108,12 +114,19 @@ def _causes(
     return dict(sorted(causes.items(), key=lambda item: -item[1]))
 
 
-def time_row(shape: ModelShape, levers: Levers, hardware: Hardware) -> tuple[float, list[RowTime]]:
-    """Of a pipeline `step_seconds`, and what each of its GPUs takes by itself; of GPUs with like layers the first."""
-    rates, row = rates_of(hardware, levers.precision), lay_out(shape, levers)
-    each = [_list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=False) for gpu in row]
-    times = _time_row(row, levers, hardware, rates, each)
-    return find_waits(shape, levers, hardware, rates, times).sum(times), times
+def time_row(
+    shape: ModelShape, levers: Levers, hardware: Hardware, known: dict[tuple[Stage, ...], RowTime]
+) -> tuple[float, list[RowTime]]:
+    """Of a pipeline `step_seconds`, and what each of its GPUs takes by itself; of GPUs with like layers the first.
+    `known`: those of other splits of the layers; what is found is added."""
+    rates, times = rates_of(hardware, levers.precision), list[RowTime]()
+    for gpu in lay_out(shape, levers):
+        if gpu.stages not in known:
+            causes = _list_causes(gpu.shape, gpu.levers(levers), hardware, rates, rehearsal=False)
+            (known[gpu.stages],) = _time_row((gpu,), levers, hardware, rates, (causes,))
+        times.append(known[gpu.stages]._replace(alike=gpu.alike))
+    each_s = hand_over_each_s(shape, levers, hardware, rates)
+    return find_waits(levers, each_s, times).sum(times), times
 
 
 def _time_row(

@@ -11,11 +11,12 @@ from bisect import bisect_right
 from dataclasses import replace
 from typing import NamedTuple
 
-from tightfit.memory.activations import curve_of, setting_of
+from tightfit.memory.activations import sent_by, setting_of
+from tightfit.memory.operations import Setting
 from tightfit.memory.pipeline import count_depths, lay_out
 from tightfit.pace import engines
 from tightfit.pace.engines import PassTimes, Traffic
-from tightfit.pace.pipeline import RowTime, find_waits
+from tightfit.pace.pipeline import RowTime, find_waits, hand_over_each_s
 from tightfit.pace.rates import rates_of, with_exchange
 from tightfit.pace.work import ELEMENTWISE, Again, frozen_of, layer_time, least_products_s, passes_of, recompute_time
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Compile, Hardware, Levers, ModelShape, Scan
@@ -34,7 +35,7 @@ class KernelChoice(NamedTuple):
     buckets: Buckets
 
     def over(self, rest: Levers) -> Levers:
-        return replace(rest, attention=self.attention, scan=self.scan, buckets=self.buckets)
+        return rest.change(attention=self.attention, scan=self.scan, buckets=self.buckets)
 
 
 class _Backward(NamedTuple):
@@ -56,6 +57,7 @@ class Clock:
         self._traffic: dict[tuple[Buckets, Compile], Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}
         self._back: dict[_BackKey, _Backward] = {}
+        self._settings: dict[tuple[Computed, bool], Setting] = {}
 
     def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
         """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, each with the parts that
@@ -73,12 +75,11 @@ class Clock:
         busy, net, idle = self._back.get(key) or self._backward(rest, choice, key)
         waited = traffic.price_waiting(traffic.rounds_back(micro_batches))
         if rest.checkpointing.offload and rest.compile == "layers":
-            setting = setting_of(choice.over(rest), self.hardware.gpu, self.shape.model_type)
-            curve = curve_of(self.shape, setting, rest.frozen_layers, rest.checkpointing.select)
+            kept = sent_by(self.shape, self._setting_of(rest, choice), rest.frozen_layers, rest.checkpointing.select)
             forward = passes.busy(traffic)
             waited_before = traffic.price_waiting([(micro_batches, traffic.gathered)])
             fixed += micro_batches * forward
-            sent = [size / self.rates.host_link for size in curve.sent]
+            sent = [size / self.rates.host_link for size in kept]
             times = [
                 fixed
                 + waited_before(forward, sent[depth])
@@ -117,6 +118,13 @@ class Clock:
             self._traffic[key] = engines.traffic(self.shape, asked, self.hardware, self.rates, rehearsal=False)
         return self._traffic[key]
 
+    def _setting_of(self, rest: Levers, choice: KernelChoice) -> Setting:
+        """Of its parts only whether any are selected decides: then Liger's kernels do not run."""
+        key = _computing_key(rest, choice), bool(rest.checkpointing.select)
+        if key not in self._settings:
+            self._settings[key] = setting_of(choice.over(rest), self.hardware.gpu, self.shape.model_type)
+        return self._settings[key]
+
     def _passes_of(self, rest: Levers, choice: KernelChoice) -> PassTimes:
         """Nothing recomputes."""
         key = _computing_key(rest, choice)
@@ -126,12 +134,11 @@ class Clock:
         return self._passes[key]
 
     def _backward(self, rest: Levers, choice: KernelChoice, key: _BackKey) -> _Backward:
-        passes, traffic, levers = self._passes_of(rest, choice), self._traffic_of(rest, choice), choice.over(rest)
-        shape, frozen = self.shape, frozen_of(levers)
-        setting = setting_of(levers, self.hardware.gpu, self.shape.model_type)
+        passes, traffic = self._passes_of(rest, choice), self._traffic_of(rest, choice)
+        shape, frozen, setting = self.shape, frozen_of(rest), self._setting_of(rest, choice)
         layers = [layer_time(block, shape.hidden_size, setting, self.rates.card) for block in shape.blocks]
         gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
-        each, lead = 0.0 if engines.gathers_once(levers) else traffic.host / shape.n_layers, passes.lead(traffic)
+        each, lead = 0.0 if engines.gathers_once(rest) else traffic.host / shape.n_layers, passes.lead(traffic)
         found = _Backward([max(gpu, host)], [max(gpu, host - lead)], [max(0.0, host - lead - gpu)])
         again: list[tuple[float, float]] = []
         for kind, layer in enumerate(layers):
@@ -143,7 +150,7 @@ class Clock:
             again.append(
                 (
                     passes.throttle * once.products + once.others - light.others,
-                    self.rates.launch * (once.host - light.host + engines.hooks(levers, layer.modules)),
+                    self.rates.launch * (once.host - light.host + engines.hooks(rest, layer.modules)),
                 )
             )
         for index, kind in enumerate(shape.pattern):
@@ -169,17 +176,17 @@ class RowClock:
     def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
         """By how many layers of each stage recompute, from none to all of the longest."""
         each = [
-            clock.times(replace(rest, frozen_layers=gpu.frozen), choice)
+            clock.times(rest.change(frozen_layers=gpu.frozen), choice)
             for gpu, clock in zip(self.row, self.clocks, strict=True)
         ]
-        found = []
+        levers, found = choice.over(rest), list[float]()
+        each_s = hand_over_each_s(self.shape, levers, self.hardware, self.clocks[0].rates)
         for depth in range(count_depths(self.shape, rest) + 1):
             times = [
                 RowTime(gpu.place, own[gpu.count_recomputing(depth)], clock.step_s, gpu.alike)
                 for own, clock, gpu in zip(each, self.clocks, self.row, strict=True)
             ]
-            waits = find_waits(self.shape, choice.over(rest), self.hardware, self.clocks[0].rates, times)
-            found.append(waits.sum(times))
+            found.append(find_waits(levers, each_s, times).sum(times))
         return found
 
 

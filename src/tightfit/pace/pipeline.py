@@ -38,12 +38,16 @@ class Waits(NamedTuple):
         return times[self.slowest].whole + self.handed_s + self.bubble_s
 
 
-def find_waits(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, times: Sequence[RowTime]) -> Waits:
-    """`levers`: of the whole model."""
-    gpus, stages, micro_batches = levers.pipeline_parallel, levers.stages_per_gpu, levers.accumulation
+def hand_over_each_s(shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates) -> float:
+    """Of a micro batch, up and down. `levers`: of the whole model."""
     setting = setting_of(levers, hardware.gpu, shape.model_type)
     handed = layer_input_bytes(shape.blocks[shape.pattern[-1]], shape.hidden_size, setting)
-    each_s = 2 * stages * hand_over_s(rates, hardware, gpus, handed)  # up and down
+    return 2 * levers.stages_per_gpu * hand_over_s(rates, hardware, levers.pipeline_parallel, handed)
+
+
+def find_waits(levers: Levers, each_s: float, times: Sequence[RowTime]) -> Waits:
+    """`each_s`: of `hand_over_each_s`."""
+    gpus, stages, micro_batches = levers.pipeline_parallel, levers.stages_per_gpu, levers.accumulation
     slowest = max(range(len(times)), key=lambda at: times[at].whole)
     others = [(one.whole - one.update) / micro_batches * one.alike for one in times]
     own = others[slowest] / times[slowest].alike

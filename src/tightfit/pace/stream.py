@@ -8,7 +8,9 @@ pass. There nothing is under way, so that a step takes as long as the next:
   free and the link has brought it. The two at the top are there still. A layer's gradients leave once they are summed
   up over the GPUs, and a layer begins when those of the last but one have left.
 - Clipping needs the norm of all gradients, so the optimizer begins when the last of them has arrived, with the unit
-  that the forward pass wants first. Without it, and without a loss scale, each unit is updated as it arrives.
+  that the forward pass wants first. Without it, and without a loss scale, each unit is updated as it arrives. With a
+  second set of states too: those for which there was time before the norm is known only wait for that, and the rest
+  follows in the order of the forward pass. That nothing is clipped is taken for granted.
 - Forwards each unit that trains comes anew, whether it stays on the GPU or not, as soon as it is updated; of frozen
   layers those that stream, but for the lowest two, which are there still.
 - What layers keep may wait on the host: it leaves behind the forward pass and comes back before the other, micro batch
@@ -25,15 +27,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tightfit.memory.activations import activations_at, setting_of
-from tightfit.memory.units import GRADS, SLOTS, Unit, stays, units_of
+from tightfit.memory.units import AHEAD, GRADS, SLOTS, Unit, count_kept, stays, units_of, updates_ahead, waits_for_norm
 from tightfit.pace import engines
 from tightfit.pace import rates as constants
 from tightfit.pace.engines import FP32, WIDENING_BYTES
 from tightfit.pace.rates import Rates
 from tightfit.pace.work import ELEMENTWISE, LayerTime, frozen_of, head_time, layer_time, passes_of, recompute_time
 from tightfit.types import DDP, Cause, Checkpointing, Hardware, Levers, ModelShape
-
-AHEAD = 2  # micro batches whose activations are on the GPU while they leave for the host or come from there
 
 
 class Turn(NamedTuple):
@@ -47,13 +47,17 @@ class Turn(NamedTuple):
     down: float  # its gradients, or this GPU's share of them, on their way to the host
     summed: float  # before that, over all GPUs
     updated: float
+    updated_ahead: float  # into the second set of states
     sent: float  # what it keeps, on its way to the host, and back as long
 
 
-def follow(turns: Sequence[Turn], *, waits: bool, through_host: bool, ahead: float) -> float:
-    """Seconds from one loss to the next. `waits`: the optimizer begins when all gradients are there; `through_host`:
+def follow(
+    turns: Sequence[Turn], *, waits: bool, through_host: bool, ahead: float, updates_ahead: bool = False
+) -> float:
+    """Seconds from one loss to the next. `waits`: no update counts before all gradients are there; `through_host`:
     gradients are summed up over the link to the host; `ahead`: the share of a layer's micro batches that are on the
-    GPU beside the one that is computed."""
+    GPU beside the one that is computed; `updates_ahead`: as long as the norm is not known, units are updated all the
+    same."""
     streamed = [index for index, turn in enumerate(turns) if turn.streams]
     slots = max(1, min(SLOTS, len(streamed)))
     slot_of = {index: number % slots for number, index in enumerate(streamed)}
@@ -87,9 +91,20 @@ def follow(turns: Sequence[Turn], *, waits: bool, through_host: bool, ahead: flo
         if turn.streams:
             free[slot_of[index]] = gpu
     trained = [index for index, turn in enumerate(turns) if turn.trains]
-    done, host = [0.0] * len(turns), max(gpu, down) if waits else 0.0
-    for index in trained if waits else reversed(trained):
-        host = max(host, arrived[index]) + turns[index].updated
+    known = max(gpu, down) if waits else 0.0
+    done, host = [0.0] * len(turns), 0.0 if updates_ahead else known
+    late = list[int]()  # units that are updated when the norm is known
+    for index in reversed(trained):
+        begins = max(host, arrived[index])
+        if waits and (not updates_ahead or begins >= known):
+            late.insert(0, index)
+            continue
+        host = begins + turns[index].updated
+        if waits:  # or, at worst, it had better waited
+            host = min(begins + turns[index].updated_ahead, known + turns[index].updated)
+        done[index] = max(host, known)
+    for index in late:
+        host = max(host, known) + turns[index].updated
         done[index] = host
     for index, turn in enumerate(turns):
         ready = gpu
@@ -144,7 +159,7 @@ class StreamClock:
         self.units, self.micro_batches = units_of(shape, levers), levers.accumulation
         self.setting = setting_of(levers, hardware.gpu, shape.model_type)
         # What trains beside the layers does so as under ddp.
-        adapters = replace(levers, engine=DDP, checkpointing=Checkpointing(layers=0))
+        adapters = replace(levers, engine=DDP, offload_optimizer="none", checkpointing=Checkpointing(layers=0))
         self.traffic = engines.traffic(shape, adapters, hardware, rates, rehearsal=rehearsal)
         self.step = engines.StepTime(0.0, 0.0, 0.0, 0.0)
         self.added = self.reduced = 0.0
@@ -162,6 +177,7 @@ class StreamClock:
         return follow(
             turns,
             waits=waits_for_norm(self.levers),
+            updates_ahead=updates_ahead(self.levers),
             through_host=self.traffic.shares_host,
             ahead=min(1.0, AHEAD / self.micro_batches),
         )
@@ -186,7 +202,17 @@ class StreamClock:
             turn = self._turn(units.layers[index], time.forward, back, streams=streams)
             found.append(turn._replace(sent=sent) if sent and frozen <= index < again else turn)
         found.append(self._turn(units.after, ends.forward, ends.back, streams=False))
-        return found
+        return self._bring_states(found)
+
+    def _bring_states(self, turns: list[Turn]) -> list[Turn]:
+        """States may come from a drive, which is one for all ranks, and go back: beside the update of others."""
+        trained = [index for index, turn in enumerate(turns) if turn.trains]
+        units = (self.units.before, *self.units.layers, self.units.after)
+        for index in trained[count_kept(self.levers, len(trained)) :]:
+            stored = units[index].trained * _state_bytes(self.levers)
+            moved = stored / self.rates.nvme_read + stored / self.rates.nvme_write
+            turns[index] = turns[index]._replace(updated=max(turns[index].updated, moved))
+        return turns
 
     def recomputed_s(self, depth: Checkpointing) -> float:
         """Of one micro batch, on the GPU."""
@@ -200,7 +226,7 @@ class StreamClock:
         back_s = None if back is None else count * back.longest
         if not trained:
             up = unit.bytes / rates.host_link if streams else 0.0
-            return Turn(count * forward.longest, back_s, streams, False, up, 0.0, 0.0, 0.0, 0.0)
+            return Turn(count * forward.longest, back_s, streams, False, up, 0.0, 0.0, 0.0, 0.0, 0.0)
         return Turn(
             forward=count * forward.longest,
             back=(back_s or 0.0) + self.summing_s(unit),
@@ -210,6 +236,7 @@ class StreamClock:
             down=FP32 * -(-trained // ranks) / rates.host_link,
             summed=self._link.ring(FP32 * trained, ranks) + self._link.latency(1),
             updated=update_s(trained, self.levers, self.hardware, rates),
+            updated_ahead=update_s(trained, self.levers, self.hardware, rates, ahead=True),
             sent=0.0,
         )
 
@@ -254,38 +281,44 @@ class StreamClock:
         return _Kind(forward, back, lighter, add(back, *once))
 
 
-def waits_for_norm(levers: Levers) -> bool:
-    """Whether no unit is updated before all gradients are there: to be clipped, or to be thrown away with a loss scale
-    that was too high."""
-    return levers.gradient_clipping or levers.precision == "fp16"
+def update_s(trained: int, levers: Levers, hardware: Hardware, rates: Rates, *, ahead: bool = False) -> float:
+    """Of so many elements, shared out over the ranks of the host. `ahead`: into a second set of states."""
+    return -(-trained // hardware.world) * _update_bytes(levers, ahead=ahead) / rates.host_optimizer
 
 
-def update_s(trained: int, levers: Levers, hardware: Hardware, rates: Rates) -> float:
-    """Of so many elements, shared out over the ranks of the host."""
-    return -(-trained // hardware.world) * _update_bytes(levers) / rates.host_optimizer
+def _state_bytes(levers: Levers) -> int:
+    """Of one parameter: both moments, and an fp32 copy."""
+    masters = levers.master_weights and levers.precision != "fp32"
+    return {"fp32": 8, "bf16": 4, "8bit": 2}[levers.states] + (FP32 if masters else 0)
 
 
-def _update_bytes(levers: Levers) -> int:
+def _update_bytes(levers: Levers, *, ahead: bool) -> int:
     """Of host memory that the update of one parameter reads and writes: its gradient in fp32, its moments, its fp32
-    copy, and its weight in the working precision."""
-    moments = {"fp32": 16, "bf16": 8, "8bit": 4}[levers.states]
-    if levers.precision == "fp32":
-        return FP32 + moments + 8
-    return FP32 + moments + (8 + 2 if levers.master_weights else 2 * 2)
+    copy, and its weight in the working precision. What goes to a second set is read by the caches before it is written;
+    weights of which there is no copy are kept as they were."""
+    has_masters, width = levers.master_weights and levers.precision != "fp32", 4 if levers.precision == "fp32" else 2
+    weights = width if has_masters else 2 * width
+    in_place = FP32 + 2 * _state_bytes(levers) + weights
+    return in_place + _state_bytes(levers) + (0 if has_masters else weights) if ahead else in_place
 
 
 def list_causes(
     shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool
 ) -> list[tuple[Cause, float]]:
-    """What a step takes; a wait is put down to what would end it: the optimizer first, then the other GPUs, then the
-    link."""
+    """What a step takes; a wait is put down to what would end it: states from a drive and back, which count with the
+    link, then the optimizer, then the other GPUs, then the link."""
     clock = StreamClock(shape, levers, hardware, rates, rehearsal=rehearsal)
     count, depth = levers.accumulation, levers.checkpointing
     passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=0)
     recomputed, turns = count * clock.recomputed_s(depth), clock.turns(depth, levers.resident)
     step_s, alone_s = clock.follow(turns), sum([turn.forward + (turn.back or 0.0) for turn in turns])
-    updated_s = clock.follow([turn._replace(updated=0.0) for turn in turns])
-    summed_s = clock.follow([turn._replace(updated=0.0, summed=0.0) for turn in turns])
+    in_memory_s = step_s
+    if levers.offload_optimizer == "nvme":
+        in_memory = StreamClock(shape, replace(levers, offload_optimizer="none"), hardware, rates, rehearsal=rehearsal)
+        in_memory_s = in_memory.follow(in_memory.turns(depth, levers.resident))
+    free = [turn._replace(updated=0.0, updated_ahead=0.0) for turn in turns]
+    updated_s = clock.follow(free)
+    summed_s = clock.follow([turn._replace(summed=0.0) for turn in free])
     added = sum([clock.summing_s(unit) for unit in (clock.units.before, *clock.units.layers, clock.units.after)])
     gpu = count * (passes.forward_gpu + passes.back_gpu) + recomputed + added
     return [
@@ -294,9 +327,9 @@ def list_causes(
         ("dequantisation", count * (passes.unpacking + passes.unpacking_back)),
         ("recomputation", recomputed),
         ("launch overhead", alone_s - gpu),
-        ("host optimizer", step_s - updated_s),
+        ("host optimizer", in_memory_s - updated_s),
         ("communication", updated_s - summed_s + clock.reduced),
-        ("host link", summed_s - alone_s + clock.slowed_s(turns)),
+        ("host link", step_s - in_memory_s + summed_s - alone_s + clock.slowed_s(turns)),
         ("optimizer", clock.step.gpu),
         ("launch overhead", clock.step.host),
     ]

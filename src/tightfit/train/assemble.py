@@ -192,15 +192,22 @@ def assemble(
                 engine = Pipeline(model, levers, place, config.training, mesh, stages, trained)
         elif levers.streams:
             from tightfit.train.engines.stream import StreamAdapters, StreamWeights
+            from tightfit.train.host_memory import NotLocked
             from tightfit.train.optimizers import name_decays
             from tightfit.train.streaming import place_model
 
             decays = name_decays(model, config.training.weight_decay) if levers.lora is None else {}
-            stream = place_model(model, levers, place, decays)
-            fill(model, read, working, place.rank, progress)
-            _move_buffers(model, place.device)
-            kind = StreamWeights if levers.lora is None else StreamAdapters
-            engine = kind(model, levers, place, config.training, stream)
+            try:
+                stream = place_model(model, levers, place, decays)
+                fill(model, read, working, place.rank, progress)
+                _move_buffers(model, place.device)
+                if levers.lora is None:
+                    disk = config.nvme_path if levers.offload_optimizer == "nvme" else None
+                    engine = StreamWeights(model, levers, place, config.training, stream, disk)
+                else:
+                    engine = StreamAdapters(model, levers, place, config.training, stream)
+            except NotLocked as error:  # which knows no more than what was asked for until then
+                raise NotLocked(error.locked_bytes, config.predicted.host_bytes_per_rank) from None
         else:
             materialise(model, place.device)
             fill(model, read, working, place.rank, progress)

@@ -83,6 +83,7 @@ class WorkerConfig:
     world: World
     effective_batch: int
     deepspeed: Mapping[str, Any] | None  # DeepSpeed's own config; None: the engine is another
+    nvme_path: Path | None  # a folder for what streams from a disk; DeepSpeed's own config has it as well
     data: Mapping[str, Any]  # the fields of `train.data.spec.DataSpec`, less those that stand elsewhere here
     training: OptimizerConfig
     evaluation: Evaluation
@@ -137,6 +138,7 @@ def read_worker_config(path: Path) -> WorkerConfig:
             world=_pick(World, tree["world"]),
             effective_batch=tree["effective_batch"],
             deepspeed=deepspeed,
+            nvme_path=None if tree["nvme_path"] is None else Path(tree["nvme_path"]).expanduser(),
             data=tree["data"],
             training=OptimizerConfig(**tree["training"]),
             evaluation=_pick(Evaluation, tree["evaluation"]),

@@ -1,4 +1,5 @@
-/* AdamW over flat vectors in one pass: every byte is read once and written once.
+/* AdamW over flat vectors in one pass: every byte is read once and written once. What is new takes the place of what was
+   read or, ahead of the gradients' norm, goes to another set of copies and moments.
 
    The arithmetic, and the order of its roundings, is that of torch's own kernel. Compiled on the machine that runs it
    (host_adam.py); where that is not possible, torch computes the same in pieces. */
@@ -23,6 +24,8 @@ typedef struct {
     float *master;          /* fp32 copies; NULL: the bf16 weights themselves are updated */
     const float *gradients;
     void *first, *second;   /* in fp32, or in bf16 */
+    float *new_master;      /* where they go: the same, or elsewhere */
+    void *new_first, *new_second;
     uint16_t *weights;      /* in bf16; NULL: the copies are what the model computes with */
     int64_t count, begin;   /* elements, and the number of the first in its unit */
     uint32_t key;           /* of the noise, which a unit and a step have for themselves */
@@ -58,11 +61,10 @@ static inline uint16_t round_at_random(float value, uint32_t number, uint32_t ke
 
 static inline __attribute__((always_inline)) void update(const Vectors x, const Step step, int threads, int is_narrow,
                                                           int has_master, int has_weights) {
-    float *restrict master = x.master;
-    float *restrict first = x.first, *restrict second = x.second;
-    uint16_t *restrict narrow_first = x.first, *restrict narrow_second = x.second;
-    uint16_t *restrict weights = x.weights;
-    const float *restrict gradients = x.gradients;
+    const float *master = x.master, *first = x.first, *second = x.second, *gradients = x.gradients;
+    const uint16_t *narrow_first = x.first, *narrow_second = x.second;
+    float *new_master = x.new_master, *new_first = x.new_first, *new_second = x.new_second;
+    uint16_t *new_narrow_first = x.new_first, *new_narrow_second = x.new_second, *weights = x.weights;
 #pragma omp parallel for simd schedule(static) num_threads(threads)
     for (int64_t i = 0; i < x.count; i++) {
         const uint32_t number = (uint32_t)(x.begin + i);
@@ -74,13 +76,13 @@ static inline __attribute__((always_inline)) void update(const Vectors x, const 
         const float v = v0 * step.beta2 + step.take2 * g * g;
         const float p = p0 * step.shrink - step.size * m / (sqrtf(v) / step.root + step.eps);
         if (is_narrow) {
-            narrow_first[i] = round_nearest(m);
-            narrow_second[i] = round_at_random(v, number, x.key); /* to nearest it could not come down */
+            new_narrow_first[i] = round_nearest(m);
+            new_narrow_second[i] = round_at_random(v, number, x.key); /* to nearest it could not come down */
         } else {
-            first[i] = m;
-            second[i] = v;
+            new_first[i] = m;
+            new_second[i] = v;
         }
-        if (has_master) master[i] = p;
+        if (has_master) new_master[i] = p;
         if (has_master && has_weights) weights[i] = round_nearest(p);
         if (!has_master) weights[i] = round_at_random(p, number, x.key ^ 0x5bd1e995u);
     }

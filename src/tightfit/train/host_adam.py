@@ -28,29 +28,23 @@ COMPILE_S = 60
 class Step(NamedTuple):
     rate: float
     number: int  # from 1
-    factor: float  # of gradients
+    factor: float  # of gradients, which clipping and the loss scale make
 
 
 class Elements(NamedTuple):
-    """Some of a unit's, from number `begin` on."""
+    """Some of a unit's."""
 
     master: Tensor | None  # None: the weights themselves are updated, and rounded at random
     gradients: Tensor
     first: Tensor  # moments
     second: Tensor
+    new_master: Tensor | None  # where they go: the same, or elsewhere
+    new_first: Tensor
+    new_second: Tensor
     weights: Tensor | None  # what the copies become in bf16; None: nothing
-    begin: int = 0
 
     def cut(self, low: int, high: int) -> Elements:
-        at = slice(low, high)
-        return Elements(
-            None if self.master is None else self.master[at],
-            self.gradients[at],
-            self.first[at],
-            self.second[at],
-            None if self.weights is None else self.weights[at],
-            self.begin + low,
-        )
+        return Elements(*(None if each is None else each[low:high] for each in self))  # type: ignore[arg-type]
 
 
 class _Step(ctypes.Structure):
@@ -60,7 +54,7 @@ class _Step(ctypes.Structure):
 
 class _Vectors(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("master", "gradients", "first", "second", "weights")),
+        *((name, ctypes.c_void_p) for name in Elements._fields),
         *((name, ctypes.c_int64) for name in ("count", "begin")),
         ("key", ctypes.c_uint32),
     ]
@@ -82,17 +76,17 @@ class HostAdam:
             and of.first.dtype in (kinds if of.weights is not None else kinds[:1])
         )
 
-    def update(self, of: Elements, step: Step, *, decay: float, seed: int) -> None:
-        """In place. `seed`: of what is rounded at random, beside the number of the step."""
-        tensors = (of.master, of.gradients, of.first, of.second, of.weights)
-        assert all(each is None or each.is_contiguous() for each in tensors)
+    def update(self, of: Elements, step: Step, *, begin: int, decay: float, seed: int) -> None:
+        """`begin`: the number of the first in its unit. What is rounded at random is so by this, by the step's number
+        and by `seed`."""
+        assert all(each is None or each.is_contiguous() for each in of)
         (beta1, beta2), number = BETAS, step.number
         key = (seed * 0x85EBCA6B + number * 0x9E3779B1) & 0xFFFFFFFF
-        pointers = [None if each is None else each.data_ptr() for each in tensors]
+        pointers = [None if each is None else each.data_ptr() for each in of]
         size, root = step.rate / (1 - beta1**number), (1 - beta2**number) ** 0.5
         taken = _Step(step.factor, 1 - beta1, beta2, 1 - beta2, 1 - step.rate * decay, size, root, EPS)
         is_narrow = of.first.dtype == torch.bfloat16
-        self._run(_Vectors(*pointers, of.gradients.numel(), of.begin, key), taken, self._threads, is_narrow)
+        self._run(_Vectors(*pointers, of.gradients.numel(), begin, key), taken, self._threads, is_narrow)
 
 
 @cache

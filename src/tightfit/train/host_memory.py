@@ -24,6 +24,15 @@ from tightfit.types import ConfigError
 HUGE = 2 * 2**20  # bytes of a huge page
 
 
+class NotLocked(ConfigError):
+    """The system lets no more memory be locked."""
+
+    def __init__(self, locked_bytes: int, needed_bytes: int) -> None:
+        said = {"locked": locked_bytes / 2**30, "needed": needed_bytes / 2**30}
+        super().__init__(Message("train.cannot-lock-all", **said))
+        self.locked_bytes = locked_bytes
+
+
 class HostMemory:
     """What this rank, or all ranks of this machine together, take of it."""
 
@@ -45,7 +54,7 @@ class HostMemory:
         self.taken += length
         made = torch.frombuffer(pages, dtype=torch.uint8).fill_(0)  # by all cores: the driver would touch page by page
         if lock and self._locks and not register(made, self._device):
-            raise ConfigError(Message("train.cannot-lock-all", gib=self.taken / 2**30))
+            raise NotLocked(self.taken - length, self.taken)
         return made[:size]
 
 

@@ -24,6 +24,9 @@ One addition and one shift then give exactly the code that a search gives.
 since most updates are smaller than half a step. Noise depends on the seed, the step, and the element's position alone,
 not on pieces, ranges, threads or the device: it is read from a table of random numbers, from another place in each step
 and for each stretch of elements.
+
+**Ahead.** A step that may have to be undone goes to a second set of copies and moments, and the first stays as it was:
+AdamW cannot be undone by arithmetic, since it rounds. If the step counts, the sets change places.
 """
 
 from __future__ import annotations
@@ -161,19 +164,32 @@ class UnitPiece:
     def take_from(self, other: UnitPiece) -> None:
         """All that an update needs of it."""
         changed = [(self.weights, other.weights)] if self.master is None else []
-        for mine, its in (*changed, *self._pair_states(other), (self.gradients, other.gradients)):
+        for mine, its in (*changed, *self.pair_states(other), (self.gradients, other.gradients)):
             mine.copy_(its, non_blocking=True)
 
     def give_to(self, other: UnitPiece) -> None:
         """All that an update changed."""
-        for mine, its in ((self.weights, other.weights), *self._pair_states(other)):
+        for mine, its in ((self.weights, other.weights), *self.pair_states(other)):
             its.copy_(mine, non_blocking=True)
 
-    def _pair_states(self, other: UnitPiece) -> Iterator[tuple[Tensor, Tensor]]:
+    def pair_states(self, other: UnitPiece) -> Iterator[tuple[Tensor, Tensor]]:
         if self.master is not None and other.master is not None:
             yield self.master, other.master
         for kind, stored in self.held.items():
             yield from zip(stored, other.held[kind], strict=True)
+
+
+@dataclass(frozen=True)
+class StateSet:
+    """What is kept of a unit's trained elements."""
+
+    master: Tensor | None
+    held: Mapping[str, Stored]
+
+    def pick(self, place: slice, gradients: Tensor, weights: Tensor, bench: Workbench) -> UnitPiece:
+        master = None if self.master is None else self.master[place]
+        held = {kind: cut_stored(stored, place) for kind, stored in self.held.items()}
+        return UnitPiece(place.start, gradients[place], weights[place], master, held, bench)
 
 
 class CardRoom:
@@ -263,13 +279,25 @@ class HostStates:
         self._kernel = kernel
         self.elements = sum(count for count, _ in self._decays)
         self.kinds = (MASTER, FIRST, SECOND) if master else (FIRST, SECOND)
-        self._master = allocate(4 * self.elements).view(torch.float32) if master else None
-        self._held = {kind: self._format.allocate(self.elements, allocate) for kind in (FIRST, SECOND)}
+        self._set = self._make_set(allocate)
+        self._other: StateSet | None = None
+        self._before: Tensor | None = None  # the weights before a step that went ahead, if there are no copies of them
+        self.ahead: Step | None = None  # what the other set is the outcome of, as the weights are
+
+    def _make_set(self, allocate: Callable[[int], Tensor]) -> StateSet:
+        copies = allocate(4 * self.elements).view(torch.float32) if MASTER in self.kinds else None
+        return StateSet(copies, {kind: self._format.allocate(self.elements, allocate) for kind in (FIRST, SECOND)})
+
+    def make_other(self, dtype: torch.dtype, allocate: Callable[[int], Tensor]) -> None:
+        """A second set, for steps that go ahead. `dtype`: of the weights."""
+        self._other = self._make_set(allocate)
+        if self._set.master is None:
+            self._before = allocate(dtype.itemsize * self.elements).view(dtype)
 
     def start(self, weights: Tensor) -> None:
         """Copies of the unit's weights, and moments as before the first step."""
-        if self._master is not None:
-            self._master.copy_(weights)
+        if self._set.master is not None:
+            self._set.master.copy_(weights)
         self.forget()
 
     @torch.no_grad()
@@ -277,59 +305,75 @@ class HostStates:
         self,
         gradients: Tensor,
         weights: Tensor,
+        step: Step,
         *,
-        rate: float,
-        step: int,
-        factor: float,
         begin: int = 0,
         end: int | None = None,
+        ahead: bool = False,
     ) -> None:
-        """Step number `step`, from 1, of elements `begin` to `end`, by `gradients` times `factor`, which clipping and
-        the loss scale make; the new weights are written to `weights`. Both tensors are the whole unit's."""
+        """A step of elements `begin` to `end`; the new weights are written to `weights`. Both tensors are the whole
+        unit's. `ahead`: of all elements, into the other set, until `accept`, `drop` or an update that is not ahead."""
         end = self.elements if end is None else end
         if begin % BLOCK or (end % BLOCK and end != self.elements):
             raise ValueError(f"elements {begin} to {end} are no whole blocks of {BLOCK}")
-        taken = Step(rate, step, factor)
-        if (
-            self._through is None
-            and self._kernel is not None
-            and self._run_kernel(gradients, weights, taken, begin, end)
-        ):
-            return
-        if self._through is None:
+        if self._before is not None:
+            if self.ahead is not None:
+                weights.copy_(self._before)
+            elif ahead:
+                self._before.copy_(weights)
+        into = self._other if ahead else self._set
+        assert into is not None
+        self.ahead = None
+        if self._through is not None:
+            bench = Workbench(0, torch.device("cpu"))
+            for number, place in enumerate(cut(begin, end, STAGED)):
+                lane, resting = self._through.lanes[number % LANES], self._set.pick(place, gradients, weights, bench)
+                with lane.use():
+                    piece = lane.make_room(resting)
+                    piece.take_from(resting)
+                    self._advance(piece, step)
+                    piece.give_to(into.pick(place, gradients, weights, bench))
+            for lane in self._through.lanes:
+                lane.wait()
+        elif not self._run_kernel(into, gradients, weights, step, begin, end):
             bench = Workbench(min(PIECE, end - begin), torch.device("cpu"))
             for place in cut(begin, end, PIECE):
-                self._advance(self._pick(place, gradients, weights, bench), taken)
-            return
-        bench = Workbench(0, torch.device("cpu"))
-        for number, place in enumerate(cut(begin, end, STAGED)):
-            lane, resting = self._through.lanes[number % LANES], self._pick(place, gradients, weights, bench)
-            with lane.use():
-                piece = lane.make_room(resting)
-                piece.take_from(resting)
-                self._advance(piece, taken)
-                piece.give_to(resting)
-        for lane in self._through.lanes:
-            lane.wait()
+                piece = into.pick(place, gradients, weights, bench)
+                if ahead:
+                    for new, old in piece.pair_states(self._set.pick(place, gradients, weights, bench)):
+                        new.copy_(old)
+                self._advance(piece, step)
+        if ahead:
+            self.ahead = step
 
-    def _run_kernel(self, gradients: Tensor, weights: Tensor, step: Step, begin: int, end: int) -> bool:
-        """Whether it has code for these."""
-        master: Tensor | None = self._master
+    def accept(self) -> None:
+        """The step that went ahead counts."""
+        assert self.ahead is not None
+        assert self._other is not None
+        self._set, self._other, self.ahead = self._other, self._set, None
+
+    @torch.no_grad()
+    def drop(self, weights: Tensor) -> None:
+        """It does not: `weights` become what they were."""
+        before = self._set.master if self._before is None else self._before
+        if self.ahead is not None and before is not None:
+            weights.copy_(before)
+        self.ahead = None
+
+    def _run_kernel(self, into: StateSet, gradients: Tensor, weights: Tensor, step: Step, begin: int, end: int) -> bool:
+        """Whether there is one, with code for these."""
+        masters: tuple[Tensor | None, Tensor | None] = (self._set.master, into.master)
         narrow: Tensor | None = weights
         if weights.dtype == torch.float32:  # they are updated themselves
-            master, narrow = weights, None
-        (first, *more), (second, *_) = self._held[FIRST], self._held[SECOND]
-        whole = Elements(master, gradients, first, second, narrow)
+            masters, narrow = (weights, weights), None
+        (first, *more), (second, *_) = self._set.held[FIRST], self._set.held[SECOND]
+        new = masters[1], into.held[FIRST][0], into.held[SECOND][0]
+        whole = Elements(masters[0], gradients, first, second, *new, narrow)
         if self._kernel is None or more or not self._kernel.takes(whole):
             return False
         for low, high, decay in self._segments(slice(begin, end)):
-            self._kernel.update(whole.cut(low, high), step, decay=decay, seed=self._seed)
+            self._kernel.update(whole.cut(low, high), step, begin=low, decay=decay, seed=self._seed)
         return True
-
-    def _pick(self, place: slice, gradients: Tensor, weights: Tensor, bench: Workbench) -> UnitPiece:
-        master = None if self._master is None else self._master[place]
-        held = {kind: cut_stored(stored, place) for kind, stored in self._held.items()}
-        return UnitPiece(place.start, gradients[place], weights[place], master, held, bench)
 
     def _advance(self, piece: UnitPiece, step: Step) -> None:
         """One piece, in place."""
@@ -373,11 +417,11 @@ class HostStates:
         for piece in cut(begin, end, PIECE):
             place = made[piece.start - begin : piece.stop - begin]
             if kind == MASTER:
-                assert self._master is not None
-                place.copy_(self._master[piece])
+                assert self._set.master is not None
+                place.copy_(self._set.master[piece])
             else:
                 whole = slice(piece.start // BLOCK * BLOCK, piece.stop)
-                wide = self._format.widen(kind, cut_stored(self._held[kind], whole), bench)
+                wide = self._format.widen(kind, cut_stored(self._set.held[kind], whole), bench)
                 place.copy_(wide[piece.start - whole.start :][: place.numel()])
         return made
 
@@ -388,20 +432,20 @@ class HostStates:
         for piece in cut(begin, end, PIECE):
             part = values[piece.start - begin : piece.stop - begin]
             if kind == MASTER:
-                assert self._master is not None
-                self._master[piece].copy_(part)
+                assert self._set.master is not None
+                self._set.master[piece].copy_(part)
             elif self._format is not FORMATS["8bit"]:
-                self._format.write(kind, cut_stored(self._held[kind], piece), part)
+                self._format.write(kind, cut_stored(self._set.held[kind], piece), part)
             else:  # blocks that are written in part keep their other elements
                 whole = slice(piece.start // BLOCK * BLOCK, -(-piece.stop // BLOCK) * BLOCK)
-                stored = cut_stored(self._held[kind], whole)
+                stored = cut_stored(self._set.held[kind], whole)
                 wide = self._format.widen(kind, stored, Workbench(whole.stop - whole.start, values.device))
                 wide[piece.start - whole.start :][: part.numel()].copy_(part)
                 self._format.write(kind, stored, wide)
 
     def forget(self) -> None:
         """Moments as before the first step."""
-        for stored in self._held.values():
+        for stored in self._set.held.values():
             for each in stored:
                 each.zero_()
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tightfit.inputs.records import parse_json
 from tightfit.messages import Message
+from tightfit.runs.events import MOST_RANKS
 from tightfit.train.build import attention_of, layers_of
 from tightfit.train.checkpoint import Saver
 from tightfit.train.compile import Compiler, fix_width
@@ -167,6 +168,9 @@ class Loop:
     last_loss: float | None = None
     first_loss: float | None = None
     tokens_per_s: float | None = None
+    rank_bytes: list[int] = field(
+        default_factory=list
+    )  # what each rank held in the last step; empty: there is only one
 
     def run(self, first: int = 0) -> Ending:
         """Steps `first` to the last one."""
@@ -198,7 +202,7 @@ class Loop:
                 self.windows.make_ahead(step + 1)
             share, stepped = launched.read(added)
             heartbeat.at("vote", step + 1)
-            votes = self._agree(share)
+            votes = self._agree(share, reading.host_bytes if reading.peak_bytes is None else reading.peak_bytes)
             # In a rehearsal the other ranks' shares are missing, and this rank's stands for all of them.
             ranks = self.config.levers.stage_ranks(self.place.world)  # of other stages the shares are zero
             loss = votes.loss / (1 if self.place.rehearsal else ranks)
@@ -224,11 +228,14 @@ class Loop:
                 tokens=window.tokens,
                 seconds_left=(self.steps - step - 1) * spent / len(recent) if recent else None,
                 epoch=round((step + 1) * self.config.effective_batch / max(1, len(self.windows.samples)), 6),
-                memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")},
+                memory={name: getattr(reading, name) for name in ("now_bytes", "peak_bytes", "host_bytes")}
+                | ({"ranks": self.rank_bytes} if self.rank_bytes else {}),
                 **({} if reading.alloc_retries is None else {"alloc_retries": reading.alloc_retries}),
                 loss_scale=stepped.loss_scale,
                 skipped=stepped.skipped,
             )
+            for sentence in self.engine.take_said():
+                self.events.write("warning", text=sentence)
             overflow.after_step(step + 1, stepped.skipped, stepped.loss_scale)
             self._check(step, loss, stepped, window)
             if (ending := self._save(step + 1, votes)) is not None:
@@ -236,13 +243,16 @@ class Loop:
             self._evaluate(step)
         return "finished"
 
-    def _agree(self, share: float) -> Votes:
+    def _agree(self, share: float, held_bytes: int = 0) -> Votes:
+        """`held_bytes`: what this rank holds, of which rank 0 tells for all."""
         limit, minutes, now = self.config.timeout_s, self.config.saving.every_minutes, time.monotonic()
         late = limit is not None and now - self.began >= limit
         due = self.place.leads and minutes is not None and now - self.saved_at >= 60 * minutes
         untold = 0 if self.compiler is None else self.compiler.untold
         own = Votes(share, float(self.stop.is_asked), float(late), float(due), self._take_compile_s(), float(untold))
-        votes = Votes(*totals(self.place, *own))
+        told = 0 if self.place.is_alone or self.place.world > MOST_RANKS else self.place.world
+        found = totals(self.place, *own, *(held_bytes * (rank == self.place.rank) for rank in range(told)))
+        votes, self.rank_bytes = Votes(*found[: len(own)]), [int(held) for held in found[len(own) :]]
         if votes.untold:
             said = [] if self.compiler is None else self.compiler.take_said()
             for ranks, sentence in gather_messages(self.place, said):

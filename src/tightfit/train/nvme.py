@@ -15,7 +15,7 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,20 @@ def open_nameless(folder: Path) -> int:
         os.unlink(name)
 
 
+def check_room(folders: Collection[Path], file_bytes: int) -> None:
+    """Refuse folders that have less."""
+    has = sum(shutil.disk_usage(folder).free for folder in folders)
+    if has < file_bytes:
+        said = {"need": file_bytes / GIBIBYTE, "free": has / GIBIBYTE}
+        raise NvmeError(Message("train.nvme-too-small", path=", ".join(sorted(map(str, folders))), **said))
+
+
+def check_folder(folder: Path, file_bytes: int) -> None:
+    """Refuse at once what could not hold files of all ranks that are on this node; nothing stays there."""
+    os.close(open_nameless(folder))
+    check_room([folder], file_bytes)
+
+
 def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, file_bytes: int) -> None:
     """Refuse what would fail later without a word that helps; nothing is built for it. `trained`: how many numbers each
     of the `world` ranks trains; `file_bytes`: of all ranks that are on this node. The folders are this process's until
@@ -78,16 +92,11 @@ def check(deepspeed: Mapping[str, Any], rank: int, *, trained: int, world: int, 
         if flock(lock, wait=False) == "busy":  # else the process holds it open, and so locked, to its end
             os.close(lock)
             raise NvmeError(Message("train.nvme-in-use", folder=folder))
-    has = 0
-    for folder in folders:
-        has += shutil.disk_usage(folder).free
-        # What an earlier run left is written over, so its room counts as free.
-        for path in folder.glob("zero_stage_3/*/rank*/*.swp"):
-            with suppress(OSError):
-                has += path.stat().st_blocks * 512
-    if has < file_bytes:
-        said = {"need": file_bytes / GIBIBYTE, "free": has / GIBIBYTE}
-        raise NvmeError(Message("train.nvme-too-small", path=", ".join(sorted(map(str, folders))), **said))
+    left = 0  # by an earlier run, and written over: its room counts as free
+    for path in (path for folder in folders for path in folder.glob("zero_stage_3/*/rank*/*.swp")):
+        with suppress(OSError):
+            left += path.stat().st_blocks * 512
+    check_room(folders, file_bytes - left)
     # At least: buffers for weights, of 16 bits or more, and for the optimizer's sub groups, of 32.
     zero, usual = deepspeed["zero_optimization"], Buckets()
     group = min(int(zero.get("sub_group_size", usual.sub_group_size)), trained)

@@ -2,9 +2,10 @@
 
 Two buffers hold two units' states: while one unit is updated the next one's are read into the other buffer, past the
 page cache, and what was updated is written back behind it. A unit always has the same buffer, so that its tensors have
-fixed addresses. All the room is claimed before the training starts, so that no later write can find the disk full. The
-file has no name: it ends with its process, however that ends, and a run goes on from its checkpoints, which hold all of
-it.
+fixed addresses. All the room is claimed and written to before the training starts, so that a disk which fills up later
+has room for it still; unless a file system writes elsewhere whatever it changes, and then the run ends with a sentence.
+The file has no name: it ends with its process, however that ends, and a run goes on from its checkpoints, which hold
+all of it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tightfit.memory.units import BUFFERS
 from tightfit.messages import Message, say_why
 from tightfit.train.host_states import pad
 from tightfit.train.nvme import GIBIBYTE, NvmeError, open_nameless
 
 ALIGNMENT = 4096  # of offsets, sizes and addresses, for direct I/O
 CHUNK, AT_ONCE = 8 * 2**20, 8  # bytes that one request moves, and requests under way: an NVMe wants several
-BUFFERS = 2
 
 
 def align(size: int) -> int:
@@ -47,9 +48,10 @@ class Buffer:
         self._pending.append(self._queue.submit(work, offset, self.bytes[:size]))
 
     def wait(self) -> None:
-        """Until nothing is under way; what failed is raised here."""
+        """Until nothing is under way; what failed is raised here, whenever somebody asks: nothing after it counts."""
         while self._pending:
-            self._pending.pop(0).result()
+            self._pending[0].result()
+            del self._pending[0]
 
     def close(self) -> None:
         self._queue.shutdown()
@@ -59,7 +61,7 @@ class StateFile:
     def __init__(self, folder: Path, sizes: Sequence[int], allocate: Callable[[int], Tensor]) -> None:
         """`sizes`: bytes of each unit's states (`host_states.count_bytes`); `allocate` gives memory for the buffers, at
         an address of whole pages."""
-        self._sizes = [align(size) for size in sizes]
+        self._folder, self._sizes = folder, [align(size) for size in sizes]
         self._offsets = [0, *accumulate(self._sizes)]
         self._file = open_nameless(folder)
         try:
@@ -103,11 +105,15 @@ class StateFile:
         if then is not None:
             self._fetch(then)
 
+    def wait(self) -> None:
+        """Until all that was changed is in the file."""
+        for buffer in self._buffers:
+            buffer.wait()
+
     def close(self) -> None:
         """When all that is under way has ended; the file is gone then."""
         try:
-            for buffer in self._buffers:
-                buffer.wait()
+            self.wait()
         finally:
             for buffer in self._buffers:
                 buffer.close()
@@ -138,5 +144,8 @@ class StateFile:
                     raise OSError(errno.EIO, f"the file of the states ends at {offset + begin}")
                 begin += moved
 
-        for done in [self._requests.submit(move, begin) for begin in range(0, len(memory), CHUNK)]:
-            done.result()
+        try:
+            for done in [self._requests.submit(move, begin) for begin in range(0, len(memory), CHUNK)]:
+                done.result()
+        except OSError as error:
+            raise NvmeError(Message("train.nvme-failed", folder=self._folder, why=say_why(error))) from error

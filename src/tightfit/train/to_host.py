@@ -10,11 +10,15 @@ The top layer's own would come back as soon as they had left, so they stay. So d
 weights, rotary tables, masks; and small ones, which cost more to move than to keep. Tensors are moved by storage:
 views of one are one copy. Each layer has its buffers on the host for good, registered with the driver as they are:
 PyTorch's own pinned memory comes in powers of two.
+
+Several micro batches may pass a layer before the next layer's turn (`walk.py`): then each of them has buffers of its
+own there, and copies follow the turns in whatever order these come.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -70,16 +74,22 @@ class HostStore:
         self._device, self._say, self._pins = device, say, device.type == "cuda"
         make: Any = torch.cuda.Stream if self._pins else lambda _: None
         self._out, self._in = make(device), make(device)
-        self._buffers: dict[tuple[int, int], Tensor] = {}
-        """By layer, and by the order in which it keeps its tensors: the last backward pass is over when it keeps
-        them anew."""
-        self._below: _Turn | None = None  # of the layer below the one that runs next
+        self._buffers: dict[tuple[int, int, int], Tensor] = {}
+        """By layer, by the number of its turn since the last backward pass, and by the order in which it keeps its
+        tensors: that pass is over when it keeps them anew."""
+        self._below: _Turn | None = None  # the last one, before the one that runs next
+        self._turns: Counter[int] = Counter()  # of each layer
+        self._is_back = False  # something is, since then
 
     def run(self, call: Layer, sends: bool, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A layer's forward pass. If it `sends`, whatever it keeps goes to the host; and when its own backward pass
-        begins, what the layer below it has sent comes back."""
-        below, self._below = self._below if index else None, None
-        made = self._send(call, index, layer, *args, **kwargs) if sends else call(layer, *args, **kwargs)
+        begins, what was sent in the turn before it comes back."""
+        if self._is_back:
+            self._turns.clear()
+        number, self._is_back = self._turns[index], False
+        self._turns[index] += torch.is_grad_enabled()
+        below, self._below = self._below if index or number else None, None
+        made = self._send(call, (index, number), layer, *args, **kwargs) if sends else call(layer, *args, **kwargs)
         if below is None:
             return made
         if below.left is not None:  # the computation waits, not the host
@@ -90,7 +100,7 @@ class HostStore:
             output.register_hook(lambda _: self._fetch(below))  # type: ignore[no-untyped-call]
         return made
 
-    def _send(self, call: Layer, index: int, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _send(self, call: Layer, number: tuple[int, int], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         others = {each.untyped_storage()._cdata for each in (*_weights_of(layer), *_tensors_in((args[1:], kwargs)))}
         turn = _Turn()
 
@@ -101,7 +111,7 @@ class HostStore:
                 return tensor
             if own not in turn.moved:
                 source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-                moved = turn.moved[own] = _Moved(self._take((index, len(turn.moved)), storage.nbytes()))
+                moved = turn.moved[own] = _Moved(self._take((*number, len(turn.moved)), storage.nbytes()))
                 self._copy(moved.host, source, self._out)
                 turn.leaving.append(source)
             turn.moved[own].handles += 1
@@ -133,6 +143,7 @@ class HostStore:
     def _fetch(self, turn: _Turn) -> None:
         if turn.arrived is not None:
             return
+        self._is_back = True
         for moved in turn.moved.values():
             moved.back = torch.empty(moved.host.numel(), dtype=torch.uint8, device=self._device)
             self._copy(moved.back, moved.host, self._in)
@@ -146,7 +157,7 @@ class HostStore:
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
-    def _take(self, key: tuple[int, int], size: int) -> Tensor:
+    def _take(self, key: tuple[int, int, int], size: int) -> Tensor:
         """The layer's buffer on the host, of which a shorter row takes a part."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:

@@ -3,10 +3,14 @@
 The gradients of a unit are added up on the device in fp32, in one of two places that layers take turns in, until its
 last micro batch has run backwards. Then they leave, beside the computation.
 
-Clipping needs the norm of all of them: the update waits for it. To update at once and to correct afterwards would need
-AdamW to be undone exactly, which rounding forbids. A thread updates unit by unit in the order of the next forward pass.
-Without clipping a unit is updated as soon as its gradients are there, and two buffers on the host hold what has yet to
-be used.
+A thread updates unit by unit. Without clipping it does so as soon as a unit's gradients are there, and two buffers on
+the host hold what has yet to be used. Clipping needs the norm of all gradients: the thread waits for it, and then goes
+in the order of the next forward pass.
+
+Or it goes ahead, as if nothing had to be clipped, into a second set of states. When the norm is known, what was so
+updated only changes sets, if that was right; all the rest is updated now, from the first set: to the bit what waiting
+would have made of it. If it was wrong, that cost at most the unit which the thread had at hand, and the traffic. Where
+most steps are clipped it is of no use, and the thread waits until fewer are.
 
 Ranks of one machine add up their gradients of a unit, each takes its share of the sum, updates that share, and writes
 the new weights where all of them read. A counter for each rank and unit, which all can read, says how far each is.
@@ -17,10 +21,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,51 +35,76 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.inputs.surroundings import cores
-from tightfit.train.host_adam import find_host_adam
+from tightfit.memory.units import count_kept, updates_ahead, waits_for_norm
+from tightfit.messages import Message
+from tightfit.train.host_adam import Step, find_host_adam
 from tightfit.train.host_memory import HostMemory
-from tightfit.train.host_states import CardRoom, HostStates
+from tightfit.train.host_states import CardRoom, HostStates, count_bytes
 from tightfit.train.optimizers import CLIP_EPS
 from tightfit.train.place import Place
+from tightfit.train.state_file import StateFile
 from tightfit.train.streaming import Part, Stream, Unit, copy
 from tightfit.types import Levers
 
 SWITCH_S = 2e-4
 """The thread that updates has much to launch, and so has the one that feeds the GPU: each gets Python's lock sooner."""
 LOOK_S = 2e-4  # between two looks at how far other ranks are
+FEW_CORES = 3
+RECENT = 8  # steps: where more than half of them were clipped, the next is not made ahead
 
 
 class Updates:
-    def __init__(self, model: nn.Module, stream: Stream, levers: Levers, place: Place, *, waits: bool) -> None:
-        """`waits`: for the norm of all gradients."""
-        self._stream, self._place, self.waits = stream, place, waits
+    def __init__(
+        self, model: nn.Module, stream: Stream, levers: Levers, place: Place, disk: Path | None = None
+    ) -> None:
+        """`disk`: the folder in which states rest that have no room in memory; None: all have."""
+        self._stream, self._place, self.waits = stream, place, waits_for_norm(levers)
+        self._may_go_ahead = updates_ahead(levers)
         self._ranks, self._rank = place.world, place.rank
         self.units = [unit for unit in stream.units if unit.trained]
         self.where = {part.name: (unit, part) for unit in self.units for part in unit.parts if part.decay is not None}
         self.has_masters = levers.master_weights and levers.precision != "fp32"
         self.steps = 0  # that were taken
-        self.next_rate = 0.0
+        self.expected = Step(0.0, 0, 1.0)  # how the window that follows will end, but for the step's number
         own = HostMemory(place, shared=False)  # of what other ranks do not look at
         self.states: dict[Unit, HostStates] = {}
         on_card, threads = updates_on_card(levers, place, cores() // self._ranks), max(1, cores() // self._ranks)
+        if threads > FEW_CORES and (self._may_go_ahead or not self.waits):
+            threads -= 1  # for the one that feeds the GPU meanwhile: an update is as slow as its slowest thread
         through = kernel = None
         if on_card:
             dtype = self.units[0].weights.dtype
             through = CardRoom(place.device, levers.states, master=self.has_masters, dtype=dtype)
         else:
             kernel = find_host_adam(threads)
+        allocate = partial(own.take, lock=on_card)
+        self._file: StateFile | None = None
+        self._in_file = self.units[count_kept(levers, len(self.units)) :]
+        if self._in_file:
+            assert disk is not None
+            counts = [unit.trained // self._ranks for unit in self._in_file]
+            sizes = [count_bytes(count, levers.states, master=self.has_masters) for count in counts]
+            self._file = StateFile(disk, sizes, allocate)
         for number, unit in enumerate(self.units):
             self.states[unit] = held = HostStates(
                 _cut(unit.decays, *self.share(unit)),
                 levers.states,
                 master=self.has_masters,
-                allocate=partial(own.take, lock=on_card),
+                allocate=self._file.room(self._in_file.index(unit))
+                if self._file is not None and unit in self._in_file
+                else allocate,
                 through=through,
                 kernel=kernel,
                 seed=number * self._ranks + self._rank,
             )
-            held.start(unit.weights[slice(*self.share(unit))])
+            with self.resident(unit, write=True):
+                held.start(unit.weights[slice(*self.share(unit))])
+            if self._may_go_ahead:
+                held.make_other(unit.weights.dtype, allocate)
+        if self._file is not None:
+            self._file.wait()  # a disk that has not what it promised is known now
         sizes = [4 * unit.trained // self._ranks for unit in self.units]
-        if waits:
+        if self.waits:
             memories = [own.take(size) for size in sizes]
         else:
             pair = [own.take(max(sizes)) for _ in range(2)]
@@ -87,16 +119,19 @@ class Updates:
         self._left: dict[int, Any] = {}  # by the address of a place: an event, when its last user's have left
         self._leaving: list[tuple[Tensor, Any]] = []
         self._norms: list[Tensor] = []
-        self._began: list[Future[None]] = []
+        self._began: list[Future[None]] = []  # updates of this window
+        self._goes_ahead = False  # in this window
+        self._clipped: deque[bool] = deque(maxlen=RECENT)
+        self._is_norm_known: Callable[[], bool] = lambda: False
+        self._says = self._may_go_ahead  # that it waits, once
+        self._said: list[Message] = []
         self._counts = None
         if not place.is_alone:
             self._counts = stream.memory.take(8 * self._ranks * len(self.units), lock=False).view(torch.int64)
         self._launched = 0
         self._last: Any = None  # an event: all gradients of the window are on the host
-        self._decided: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         sys.setswitchinterval(SWITCH_S)
-        self._factor: float | None = None
         for name, param in model.named_parameters():
             if name in self.where:
                 hook = _Adding(self._sums, *self.where[name])
@@ -106,6 +141,14 @@ class Updates:
         """Which of a unit's elements this rank updates."""
         each = unit.trained // self._ranks
         return self._rank * each, (self._rank + 1) * each
+
+    def resident(self, unit: Unit, *, write: bool, step: int = 1) -> AbstractContextManager[None]:
+        """A unit's states in memory, if they rest in a file. `write`: they are changed; `step`: how far it is to the
+        unit whose turn is next."""
+        if self._file is None or unit not in self._in_file:
+            return nullcontext()
+        number = self._in_file.index(unit)
+        return self._file.resident(number, write=write, then=(number + step) % len(self._in_file))
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -132,7 +175,8 @@ class Updates:
         if self._ranks > 1:
             _reduce(mine, sum_)
         self._norms.append(torch.linalg.vector_norm(mine))
-        number = self.units.index(unit)
+        if not self._began:
+            self._goes_ahead = self._may_go_ahead and self._is_worth_it()
         if not self.waits:  # whoever had this buffer before has used it
             for future in self._began[: max(0, len(self._began) - 1)]:
                 future.result()
@@ -144,10 +188,34 @@ class Updates:
         else:
             self._leaving.append((sum_, event))
         if not self.waits:
-            self._factor = 1.0
-            self._began.append(self._submit(unit, number, self.next_rate, self.steps + 1, event))
+            made = self.expected._replace(number=self.steps + 1)
+            self._began.append(self._submit(unit, lambda: made, event))
             self._stream.renew([unit])
+        elif self._goes_ahead:
+            self._began.append(self._thread.submit(self._go_ahead, unit, self.expected, event))
         self._last = event
+
+    def _is_worth_it(self) -> bool:
+        clipped = sum(self._clipped)
+        if clipped <= RECENT // 2:
+            return True
+        if self._says:
+            self._said.append(Message("train.update-waits", clipped=clipped, recent=RECENT))
+            self._says = False
+        return False
+
+    def take_said(self) -> list[Message]:
+        """What there was to tell since this was last asked."""
+        said, self._said = self._said, []
+        return said
+
+    def _go_ahead(self, unit: Unit, expected: Step, after: Any) -> None:
+        if after is not None:
+            after.synchronize()
+        if not self._is_norm_known():  # or it is not ahead
+            low, high = self.share(unit)
+            made = expected._replace(number=self.steps + 1)
+            self.states[unit].update(self._arrived[unit], unit.weights[low:high], made, ahead=True)
 
     def _let_go(self) -> None:
         """Of gradients that have left, once they have."""
@@ -172,38 +240,48 @@ class Updates:
     def launch(self, rate: float, norm: Tensor, clip: float, scale: float) -> None:
         """A step; `norm`: of the gradients as they should be, which are `scale` times as large."""
         self._launched += 1
+        began = self._began.copy()
+        self._began.clear()
         if not self.waits:
-            self._began.clear()
             self.steps += 1
             return
+        known = self._stream.streams.mark()
+        self._is_norm_known = (lambda: True) if known is None else known.query
 
-        def decide() -> None:
+        def decide() -> Step | None:
+            """None: something is not finite, and nothing is updated."""
+            for future in began:
+                future.result()
+            self._is_norm_known = lambda: False
             if self._last is not None:
                 self._last.synchronize()
             measured = float(norm)
             factor = min(1.0, clip / (measured + CLIP_EPS)) if clip > 0 else 1.0
-            self._factor = factor / scale if math.isfinite(measured) else None
-            self.steps += self._factor is not None
+            is_finite = math.isfinite(measured)
+            self._clipped.append(factor < 1 or not is_finite)
+            self.steps += is_finite
+            return Step(rate, self.steps, factor / scale) if is_finite else None
 
-        self._decided = self._thread.submit(decide)
-        for number, unit in enumerate(self.units):
-            self._submit(unit, number, rate, None, None)
+        decided = self._thread.submit(decide)
+        for unit in self.units:
+            self._submit(unit, decided.result, None)
         self._stream.renew(self.units)
 
-    def _submit(self, unit: Unit, number: int, rate: float, step: int | None, after: Any) -> Future[None]:
-        turn = self._launched + (not self.waits)
+    def _submit(self, unit: Unit, find_step: Callable[[], Step | None], after: Any) -> Future[None]:
+        turn, number = self._launched + (not self.waits), self.units.index(unit)
 
         def update() -> None:
             if after is not None:
                 after.synchronize()
-            if self._decided is not None:
-                self._decided.result()
-            if self._factor is not None:
-                low, high = self.share(unit)
-                at = self.steps if step is None else step
-                self.states[unit].update(
-                    self._arrived[unit], unit.weights[low:high], rate=rate, step=at, factor=self._factor
-                )
+            step, held = find_step(), self.states[unit]
+            weights = unit.weights[slice(*self.share(unit))]
+            if step is None:
+                held.drop(weights)
+            elif held.ahead == step:
+                held.accept()
+            else:
+                with self.resident(unit, write=True, step=1 if self.waits else -1):
+                    held.update(self._arrived[unit], weights, step)
             if self._counts is not None:
                 self._counts[self._rank * len(self.units) + number] = turn
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.memory.units import AHEAD, LEAVING
 from tightfit.messages import Message
 from tightfit.train.build import body_of, find_layers
 from tightfit.train.host_memory import HostMemory
@@ -149,9 +150,7 @@ class Kept:
     """What layers keep of a window, on the device or on the host.
 
     On the way out the computation waits for the copies of the tensor before the last, so that at most two stand on the
-    device beside those that it works on; on the way back the next `AHEAD` come while one is used."""
-
-    AHEAD = 2
+    device beside those that it works on; on the way back the next few come while one is used."""
 
     def __init__(self, streams: Streams, memory: HostMemory | None) -> None:
         """`memory`: of the host, where they wait there; None: they stay."""
@@ -176,7 +175,7 @@ class Kept:
         with streams.on(streams.out, after=streams.mark()):
             self._host(number).copy_(hidden, non_blocking=True)
         self._leaving.append((hidden, streams.mark(streams.out)))
-        self._drop(keep=2)
+        self._drop(keep=LEAVING)
         return number
 
     def _drop(self, keep: int) -> None:
@@ -195,7 +194,7 @@ class Kept:
             tensor: Tensor = kept
             return tensor
         self._drop(keep=0)
-        for number in range(kept, max(-1, kept - self.AHEAD - 1), -1):
+        for number in range(kept, max(-1, kept - AHEAD - 1), -1):
             if number not in self._back:
                 self._fetch(number)
         tensor, event = self._back.pop(kept)

@@ -118,10 +118,13 @@ class Worker:
             raise ConfigError(Message("train.run-finished", folder=self.config.folder))
         levers, predicted = self.config.levers, self.config.predicted
         swapping = self.config.deepspeed if nvme.on_nvme(levers) else None
+        here = 1 if self.options.rehearse else self.config.world.gpus_per_node
+        file_bytes = predicted.nvme_bytes_per_node // self.config.world.gpus_per_node * here
+        if levers.streams and nvme.on_nvme(levers):
+            assert self.config.nvme_path is not None
+            nvme.check_folder(self.config.nvme_path, file_bytes)
         if swapping is not None:
-            here = 1 if self.options.rehearse else self.config.world.gpus_per_node
             trained = predicted.trainable_parameters // self.place.world
-            file_bytes = predicted.nvme_bytes_per_node // self.config.world.gpus_per_node * here
             nvme.check(swapping, self.place.rank, trained=trained, world=self.place.world, file_bytes=file_bytes)
         self.events.write(
             "start",

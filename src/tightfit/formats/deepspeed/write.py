@@ -162,7 +162,7 @@ def _offload(way: Way, nvme_path: str | None) -> Block:
         if block["device"] != "nvme":
             del block["nvme_path"]
         elif nvme_path is None:
-            raise ConfigError(Message("deepspeed.no-nvme-path"))
+            raise ConfigError(Message("planfile.no-nvme-path"))
     return blocks
 
 

@@ -268,6 +268,10 @@ class Engine(ABC):
     def expect_rate(self, learning_rate: float) -> None:  # noqa: B027 - likewise
         """The window that follows ends in a step at this rate."""
 
+    def take_said(self) -> list[Message]:
+        """What there was to tell of the steps since this was last asked."""
+        return []
+
     def own_states(self) -> Mapping[str, Tensor]:
         """What only this rank has, and only ranks of the same number and way of sharing could use, flat, by name: what
         a compressed message left out. Every rank has tensors of the same size."""

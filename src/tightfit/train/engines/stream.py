@@ -13,20 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from itertools import islice
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tightfit.messages import Message
 from tightfit.train.build import body_of
 from tightfit.train.config import OptimizerConfig
 from tightfit.train.engines import MASTER, PIECE, Counters, Launched, Shapes, State, Watch, moments
 from tightfit.train.engines.ddp import Ddp
 from tightfit.train.engines.scaled import ScaledEngine
+from tightfit.train.host_adam import Step
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.place import Place
+from tightfit.train.shards import Shard
 from tightfit.train.streaming import Stream, Unit
 from tightfit.train.updates import Updates
 from tightfit.train.walk import Kept, MicroBatch, Walk
@@ -266,15 +270,24 @@ class _AddingWide:
 class StreamWeights(Streamed):
     """The layers' own weights train: on the host."""
 
-    def __init__(self, model: Any, levers: Levers, place: Place, training: OptimizerConfig, stream: Stream) -> None:
+    def __init__(
+        self,
+        model: Any,
+        levers: Levers,
+        place: Place,
+        training: OptimizerConfig,
+        stream: Stream,
+        disk: Path | None = None,
+    ) -> None:
+        """`disk`: the folder in which the optimizer's states rest that have no room in the host's memory."""
         super().__init__(model, levers, place, training)
         self._set_out(stream, levers)
-        waits = training.clip > 0 or levers.precision == "fp16"
-        self._updates = Updates(model, stream, levers, place, waits=waits)
+        self._updates = Updates(model, stream, levers, place, disk)
         self._open, self._close = self._updates.open, self._updates.close  # type: ignore[method-assign]
 
     def expect_rate(self, learning_rate: float) -> None:
-        self._updates.next_rate = learning_rate
+        scale = self._scaler.get_scale() if self._scaler.is_enabled() else 1.0
+        self._updates.expected = Step(learning_rate, 0, 1.0 / scale)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> Launched:
@@ -291,10 +304,14 @@ class StreamWeights(Streamed):
             grad_norm=norm, skipped=skipped, loss_scale=self._scaler._get_scale_async() if is_scaled else None
         )
 
+    def take_said(self) -> list[Message]:
+        return self._updates.take_said()
+
     def forget(self) -> None:
         self._updates.settle()
-        for states in self._updates.states.values():
-            states.forget()
+        for unit, states in self._updates.states.items():
+            with self._updates.resident(unit, write=True):
+                states.forget()
         self._updates.steps = 0
         self._scaler = self._fresh_scaler()
 
@@ -310,19 +327,25 @@ class StreamWeights(Streamed):
 
     def states(self, *, write: bool) -> Iterator[State]:
         self._updates.settle()
-        for shard in self._trainable():
-            unit, part = self._updates.where[shard.path]
-            held = self._updates.states[unit]
-            low, high = self._updates.share(unit)
-            begin, end = max(low, part.first), min(high, part.first + part.numel)
-            for kind in held.kinds:
-                for at in range(begin, end, PIECE):
-                    stop = min(at + PIECE, end)
-                    values = held.read(kind, at - low, stop - low)
-                    start = at - part.first
-                    yield State(kind, shard.path, shard.shape, start, values, alike=self._place.world == 1)
-                    if write:
-                        held.write(kind, at - low, values)
+        where = self._updates.where
+        for unit, shards in groupby(self._trainable(), lambda shard: where[shard.path][0]):
+            with self._updates.resident(unit, write=write):
+                for shard in shards:
+                    yield from self._states_of(shard, write=write)
+
+    def _states_of(self, shard: Shard, *, write: bool) -> Iterator[State]:
+        unit, part = self._updates.where[shard.path]
+        held = self._updates.states[unit]
+        low, high = self._updates.share(unit)
+        begin, end = max(low, part.first), min(high, part.first + part.numel)
+        for kind in held.kinds:
+            for at in range(begin, end, PIECE):
+                stop = min(at + PIECE, end)
+                values = held.read(kind, at - low, stop - low)
+                start = at - part.first
+                yield State(kind, shard.path, shard.shape, start, values, alike=self._place.world == 1)
+                if write:
+                    held.write(kind, at - low, values)
 
     def shapes(self) -> Shapes:
         whole = {shard.path: shard.shape for shard in self._trainable()}
@@ -341,4 +364,5 @@ class StreamWeights(Streamed):
             unit, part = self._updates.where[shard.path]
             low, high = self._updates.share(unit)
             elements += max(0, min(high, part.first + part.numel) - max(low, part.first))
-        return few, elements, "cpu", whole / self._place.world
+        on = "cpu" if self._levers.offload_optimizer == "none" else "cpu,nvme"
+        return few, elements, on, whole / self._place.world
