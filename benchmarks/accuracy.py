@@ -1,7 +1,8 @@
-"""Predicted against measured: writes docs/accuracy.md and the README's sentence about it.
+"""Predicted against measured: writes docs/accuracy.md, the README's sentence about it, and the figures that the page
+says it with.
 
-    python benchmarks/accuracy.py            write both
-    python benchmarks/accuracy.py --check    exit 1 if either is stale
+    python benchmarks/accuracy.py            write them
+    python benchmarks/accuracy.py --check    exit 1 if one is stale
 
 Beside our prediction stand the two estimators that people know, as plain arithmetic from their sources:
 DeepSpeed's `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`, and
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "accuracy.md"
 README = ROOT / "README.md"
 CHINESE = ROOT / "README.zh-CN.md"
+FIGURES = ROOT / "src" / "tightfit" / "web" / "accuracy.json"
 BLOCK = re.compile(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", re.DOTALL)
 CLOSE = 0.02
 REHEARSALS = ROOT / "benchmarks" / "data" / "h200-rehearsed.jsonl"
@@ -354,38 +357,50 @@ def others_table(compared: Sequence[Compared]) -> str:
 # --- the README's sentences ---------------------------------------------------------------------
 
 
-def sentences(compared: Sequence[Compared]) -> str:
+def figures(compared: Sequence[Compared]) -> dict[str, int | float | None]:
+    """Errors of the predicted peak, in percent as they are printed."""
     errors = [abs(each.peak_error) for each in compared]
-    theirs = [each.deepspeed_bytes / each.row.peak_bytes - 1 for each in compared if each.deepspeed_bytes is not None]
     frozen = [abs(each.peak_error) for each in compared if each.row.frozen]
+    theirs = [each.deepspeed_bytes / each.row.peak_bytes - 1 for each in compared if each.deepspeed_bytes is not None]
+    return {
+        "runs": len(errors),
+        "worst": round(100 * max(errors), 1),
+        "median": round(100 * median(errors), 2),
+        "predicted_first": len(frozen),
+        "worst_predicted_first": round(100 * max(frozen), 1) if frozen else None,
+        "deepspeeds_least": min(theirs),
+        "deepspeeds_most": max(theirs),
+    }
+
+
+def sentences(said: dict[str, Any]) -> str:
     text = (
-        f"On {len(errors)} measured runs on an H200, the predicted peak is at most {100 * max(errors):.1f} % off"
-        f" the measured one, {100 * median(errors):.2f} % in the median"
+        f"On {said['runs']} measured runs on an H200, the predicted peak is at most {said['worst']:.1f} % off"
+        f" the measured one, {said['median']:.2f} % in the median"
     )
-    if frozen:
+    if said["predicted_first"]:
         text += (
-            f"; on the {len(frozen)} of them that were predicted before they were measured, at most"
-            f" {100 * max(frozen):.1f} %"
+            f"; on the {said['predicted_first']} of them that were predicted before they were measured, at most"
+            f" {said['worst_predicted_first']:.1f} %"
         )
     text += (
-        f". DeepSpeed's own estimator is off by {percent(min(theirs))} … {percent(max(theirs))} where it has an answer."
+        f". DeepSpeed's own estimator is off by {percent(said['deepspeeds_least'])} …"
+        f" {percent(said['deepspeeds_most'])} where it has an answer."
         " [Every run](docs/accuracy.md)."
     )
     return text
 
 
-def chinese_sentences(compared: Sequence[Compared]) -> str:
-    errors = [abs(each.peak_error) for each in compared]
-    theirs = [each.deepspeed_bytes / each.row.peak_bytes - 1 for each in compared if each.deepspeed_bytes is not None]
-    frozen = [abs(each.peak_error) for each in compared if each.row.frozen]
+def chinese_sentences(said: dict[str, Any]) -> str:
     text = (
-        f"在 H200 上实测的 {len(errors)} 次运行中，预测的峰值与实测相差最多 {100 * max(errors):.1f} %，"
-        f"中位数 {100 * median(errors):.2f} %"
+        f"在 H200 上实测的 {said['runs']} 次运行中，预测的峰值与实测相差最多 {said['worst']:.1f} %，"
+        f"中位数 {said['median']:.2f} %"
     )
-    if frozen:
-        text += f"；其中 {len(frozen)} 次是先预测、后测量，相差最多 {100 * max(frozen):.1f} %"
+    if said["predicted_first"]:
+        text += f"；其中 {said['predicted_first']} 次是先预测、后测量，相差最多 {said['worst_predicted_first']:.1f} %"
     return text + (
-        f"。DeepSpeed 自带的估算在能给出答案的地方相差 {percent(min(theirs))} … {percent(max(theirs))}。"
+        f"。DeepSpeed 自带的估算在能给出答案的地方相差 {percent(said['deepspeeds_least'])} …"
+        f" {percent(said['deepspeeds_most'])}。"
         "[全部运行](docs/zh/accuracy.md)。"
     )
 
@@ -398,10 +413,13 @@ def readme(text: str, said: str) -> str:
 
 def files(compared: Sequence[Compared]) -> dict[Path, str]:
     """What each file should hold."""
+    said = figures(compared)
+    shown = {name: value for name, value in said.items() if not name.startswith("deepspeeds")}
     return {
         PAGE: page(compared),
-        README: readme(README.read_text(encoding="utf-8"), sentences(compared)),
-        CHINESE: readme(CHINESE.read_text(encoding="utf-8"), chinese_sentences(compared)),
+        README: readme(README.read_text(encoding="utf-8"), sentences(said)),
+        CHINESE: readme(CHINESE.read_text(encoding="utf-8"), chinese_sentences(said)),
+        FIGURES: json.dumps(shown, indent=2) + "\n",
     }
 
 

@@ -13,6 +13,7 @@ The ratio means something where that of the sham is near 1. The processor time o
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -36,11 +37,17 @@ TRAIN = (
 )  # fmt: skip
 
 
+def credentials(link: str) -> dict[str, str]:
+    """The header that a browser sends which has opened the link."""
+    token = urlsplit(link).query.removeprefix("token=")
+    return {"Authorization": "Basic " + base64.b64encode(f"tightfit:{token}".encode()).decode()}
+
+
 def reader(link: str) -> socket.socket:
     """One open page."""
     place = urlsplit(link)
-    cookie = f"tightfit_{place.port}={place.query.removeprefix('token=')}"
-    ask = f"GET /runs/stream?run=0/first HTTP/1.1\r\nHost: 127.0.0.1:{place.port}\r\nCookie: {cookie}\r\n\r\n"
+    said = "".join(f"{name}: {value}\r\n" for name, value in credentials(link).items())
+    ask = f"GET /runs/stream?run=0/first HTTP/1.1\r\nHost: 127.0.0.1:{place.port}\r\n{said}\r\n"
     made = socket.create_connection(("127.0.0.1", place.port or 0))
     made.sendall(ask.encode())
     return made

@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ui_load import credentials
+
 CHROMIUM = Path("/usr/bin/chromium")
 STEPS = 50_000_000
 TURNS_S = 0.05
@@ -266,8 +268,7 @@ def messages_sent(link: str) -> int:
     """How many messages about the run the server has made, one a second usually: it numbers them."""
     place = urlsplit(link)
     made = http.client.HTTPConnection("127.0.0.1", place.port, timeout=20)
-    cookie = f"tightfit_{place.port}={place.query.removeprefix('token=')}"
-    made.request("GET", "/runs/stream?run=0/first", headers={"Cookie": cookie})
+    made.request("GET", "/runs/stream?run=0/first", headers=credentials(link))
     answer = made.getresponse()
     while not (line := answer.readline()).startswith(b"id: "):
         assert line, "the stream has ended"

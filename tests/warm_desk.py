@@ -446,6 +446,8 @@ class Forking(subprocess.Popen):
         words, script = [str(word) for word in args[1:]], Path(str(args[1]))
         if words[:2] == ["-m", "tightfit.train"] and self.workers:
             return functools.partial(train, words[1:])
+        if words[:2] == ["-m", "tightfit"] and self.workers:
+            return functools.partial(run_desk, words[1:])
         if words[:2] == ["-m", GUARD]:
             return functools.partial(run_script, sys.modules[GUARD].__file__, words[1:])
         ours = script.parent == STAND_INS or (script == TRAINER and self.workers)
@@ -464,6 +466,16 @@ def train(words: list[str]) -> int | str | None:
     from tightfit.train.__main__ import main
 
     return main(words[1:])
+
+
+def run_desk(words: list[str]) -> int:
+    """A command line that another one starts, with ranks of its own."""
+    sys.argv = words
+    subprocess.Popen = Forking
+    count_silence()
+    from tightfit.cli import main
+
+    return main()
 
 
 def run_script(path: str, words: list[str]) -> None:

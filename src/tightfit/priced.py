@@ -142,10 +142,9 @@ def verdict(priced: Priced) -> Message:
         return Message("price.needs", needed=amounts(need)[0], where=where)
     needed, usable, apart = amounts(need, priced.hardware.gpu.memory_bytes, abs(priced.gpu_spare_bytes))
     if priced.gpu_spare_bytes < 0 and priced.levers.streams and not priced.levers.resident:
-        layers = units_of(priced.shape, priced.levers).layers
-        largest = max(range(len(layers)), key=lambda number: layers[number].bytes)
-        said = {"count": min(SLOTS, len(layers)), "layer": largest, "size": amounts(layers[largest].bytes)[0]}
-        return Message("price.stream-too-large", needed=needed, usable=usable, where=where, apart=apart, **said)
+        said = {"needed": needed, "usable": usable, "where": where, "apart": apart}
+        largest = name_largest_layer(priced.shape, priced.levers)
+        return Message("price.stream-too-large", **said, largest=largest)
     if priced.gpu_spare_bytes < 0:
         return Message("price.too-large", needed=needed, usable=usable, where=where, apart=apart)
     if priced.host_spare_bytes is not None and priced.host_spare_bytes < 0:
@@ -156,6 +155,14 @@ def verdict(priced: Priced) -> Message:
         disk, have = amounts(priced.footprint.host.nvme_bytes_per_node, priced.hardware.nvme_bytes or 0)
         return Message("price.nvme-too-small", disk=disk, have=have)
     return Message("price.fits", needed=needed, usable=usable, where=where, apart=apart)
+
+
+def name_largest_layer(shape: ModelShape, levers: Levers) -> Message:
+    """Which layer that streams is the largest, and what such layers take of the GPU."""
+    layers = units_of(shape, levers).layers
+    largest = max(range(len(layers)), key=lambda number: layers[number].bytes)
+    size = amounts(layers[largest].bytes)[0]
+    return Message("price.largest-layer", layer=largest, size=size, count=min(SLOTS, len(layers)))
 
 
 def strategy_line(priced: Priced) -> Message:
@@ -212,6 +219,8 @@ def strategy_name(levers: Levers) -> Said:
     engine: Said = ENGINES[levers.engine]
     if levers.streams and levers.resident:
         engine = Message("plan.stream-but", count=levers.resident)
+    if levers.update == "ahead":
+        engine = Message("plan.stream-ahead", engine=engine)
     if levers.shard_within:
         engine = Message("plan.in-groups", engine=engine, size=levers.shard_within)
     if levers.sequence_parallel > 1:

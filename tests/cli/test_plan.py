@@ -226,8 +226,9 @@ LEARNS = (
 
 def test_how_it_learns_reaches_every_file(shell: Shell, tmp_path: Path) -> None:
     out = tmp_path / "plan"
-    shell.run(*SMALL, "--method", "lora", *LEARNS, "--write", str(out))
-    worker = json.loads((out / "worker.json").read_text())
+    for trainer in ("tightfit", "llamafactory", "trainer"):
+        shell.run(*SMALL, "--method", "lora", *LEARNS, "--for", trainer, "--write", str(out / trainer))
+    worker = json.loads((out / "tightfit" / "worker.json").read_text())
     expected = {"schedule": "linear", "warmup": 100.0, "weight_decay": 0.1, "clip": 0.5, "seed": 7}
     assert expected.items() <= worker["training"].items()
     assert (worker["lora"]["alpha"], worker["saving"]["every_steps"], worker["logging_steps"]) == (48.0, 50, 3)
@@ -235,8 +236,9 @@ def test_how_it_learns_reaches_every_file(shell: Shell, tmp_path: Path) -> None:
         **{"lr_scheduler_type": "linear", "warmup_steps": 100, "weight_decay": 0.1, "max_grad_norm": 0.5, "seed": 7},
         **{"save_steps": 50, "logging_steps": 3},
     }
-    assert theirs.items() <= json.loads((out / "training_args.json").read_text()).items()
-    assert (theirs | {"lora_alpha": 48}).items() <= yaml.safe_load((out / "llamafactory.yaml").read_text()).items()
+    assert theirs.items() <= json.loads((out / "trainer" / "training_args.json").read_text()).items()
+    factory = yaml.safe_load((out / "llamafactory" / "llamafactory.yaml").read_text())
+    assert (theirs | {"lora_alpha": 48}).items() <= factory.items()
 
 
 def test_a_warm_up_is_a_count_or_a_share(shell: Shell) -> None:
@@ -443,8 +445,7 @@ def test_a_llamafactory_file_is_planned(shell: Shell, tmp_path: Path) -> None:
     assert "Left aside" not in said
     worker = json.loads((out / "worker.json").read_text(encoding="utf-8"))
     assert worker["lora"]["alpha"] == 64
-    written = yaml.safe_load((out / "llamafactory.yaml").read_text(encoding="utf-8"))
-    assert float(written["learning_rate"]) == 2e-4
+    assert worker["training"]["learning_rate"] == 2e-4
     assert shell.json(str(file), "--gpus", "2x24GB", "--seq", "512")["chosen"]["levers"]["seq"] == 512
     file.write_text(LLAMAFACTORY.replace("cutoff_len", "cutof_len"), encoding="utf-8")
     assert "cutoff_len" in shell.refused(str(file), "--gpus", "4x24GB")
@@ -549,7 +550,7 @@ def test_written_files_are_listed_and_lead_to_the_data(
     )
     answer = shell.json("job.yaml", "--write", "out")
     assert {Path(file).name for file in answer["files"]} == {path.name for path in Path("out").iterdir()}
-    assert {"launch.sh", "PLAN.md", "worker.json", "training_args.json"} <= {p.name for p in Path("out").iterdir()}
+    assert {p.name for p in Path("out").iterdir()} <= {"launch.sh", "PLAN.md", "worker.json", "deepspeed.json"}
     worker = json.loads(Path("out/worker.json").read_text(encoding="utf-8"))
     assert worker["data"]["path"] == str(tmp_path / "data.jsonl")
     assert worker["levers"] == {k: v for k, v in answer["chosen"]["levers"].items() if k != "world"}
@@ -574,7 +575,7 @@ def test_data_beside_the_job_file_is_found(shell: Shell, tmp_path: Path, monkeyp
 
 
 def test_launchers_that_start_no_fsdp2_get_another_engine(shell: Shell, tmp_path: Path) -> None:
-    asked = ("--model", "qwen1.5-0.5b", "--gpus", "8xA100-80GB", "--host-ram", "256GB", "--effective-batch", "64")
+    asked = ("--model", "qwen2.5-32b", "--gpus", "8xH100-80GB", "--host-ram", "512GB", "--effective-batch", "64")
     assert shell.json(*asked)["chosen"]["levers"]["engine"] == "fsdp2", "or this shows nothing"
     out = tmp_path / "out"
     answer = shell.json(*asked, "--launcher", "llamafactory", "--write", str(out))
@@ -592,7 +593,8 @@ def test_launchers_that_start_no_fsdp2_get_another_engine(shell: Shell, tmp_path
 
 ONLY_FSDP2 = ("--model", "qwen2.5-7b", "--gpus", "8xRTX4090", "--host-ram", "20GB")
 """ZeRO-3 holds more of the host's RAM than this."""
-WAY_OUT = "As it is, nothing fits that --launcher deepspeed starts: with --launcher torchrun FSDP2 would."
+WAY_OUT = "As it is, nothing fits that --launcher deepspeed starts: with --launcher torchrun FSDP2 "
+"""And then how: in a pipeline, or not."""
 
 
 @pytest.mark.slow
@@ -601,14 +603,14 @@ def test_where_only_fsdp2_fits_another_launcher_is_named(shell: Shell, tmp_path:
     assert shell.json(*ONLY_FSDP2, "--launcher", "torchrun")["chosen"]["levers"]["engine"] == "fsdp2"
     answer = shell.json(*ONLY_FSDP2, "--launcher", "deepspeed")
     assert not answer["fits"]
-    assert WAY_OUT in answer["because"]
+    assert any(sentence.startswith(WAY_OUT) for sentence in answer["because"])
     assert all(way["levers"]["engine"] != "fsdp2" for way in (*answer["alternatives"], *answer["remedies"]))
     said = shell.refused(*ONLY_FSDP2, "--launcher", "deepspeed", "--write", str(tmp_path / "out"))
     assert "nothing was written: --launcher torchrun would make it fit" in said
     changed = shell.json(*ONLY_FSDP2, "--launcher", "deepspeed", "--allow", "lora")
     assert changed["chosen"]["changes"] == ["trains adapters of rank 8 instead of every weight"]
     assert changed["chosen"]["levers"]["engine"] != "fsdp2"
-    assert WAY_OUT in changed["because"]
+    assert any(sentence.startswith(WAY_OUT) for sentence in changed["because"])
     assert not any("--launcher" in sentence for sentence in shell.json(*HOPELESS)["because"])
     hopeless = shell.json(*HOPELESS, "--launcher", "deepspeed")
     assert not any("torchrun" in sentence for sentence in hopeless["because"]), "that would not help"
@@ -620,7 +622,7 @@ def test_the_most_that_fits_is_what_the_launcher_can_start(shell: Shell) -> None
     assert shell.json(*ONLY_FSDP2, "--max", "seq")["max"]["value"] > 0
     answer = shell.json(*ONLY_FSDP2, "--max", "seq", "--launcher", "deepspeed")
     assert answer["max"]["value"] is None
-    assert WAY_OUT in answer["because"]
+    assert any(sentence.startswith(WAY_OUT) for sentence in answer["because"])
     asked = ("--method", "lora", "--gpus", "8xK100-64GB", "--launcher", "llamafactory", "--max")
     for wanted in (("seq", "--model", "qwen2.5-32b"), ("micro-batch", "--model", "qwen2.5-32b"), ("model",)):
         answer = shell.json(*asked, *wanted)
@@ -638,7 +640,7 @@ def test_the_output_folder_lies_beside_the_written_files_whatever_is_here(
 
     def output(text: str) -> str:
         Path("job.yaml").write_text(text, encoding="utf-8")
-        shell.run("job.yaml", "--write", "out", "--force")
+        shell.run("job.yaml", "--write", "out", "--force", "--for", "trainer")
         return str(json.loads(Path("out/training_args.json").read_text(encoding="utf-8"))["output_dir"])
 
     assert output(job) == "output"

@@ -93,6 +93,7 @@ def test_packing_is_the_files(keys: str, packs: bool) -> None:
     Path("lf.yaml").write_text(FILE + keys)
     assert main(["plan", "lf.yaml", *ON, "--for", "tightfit"]) == 0
     assert json.loads(Path("made/worker.json").read_text())["data"]["packing"] is packs
+    assert main(["plan", "lf.yaml", *ON, "--for", "llamafactory"]) == 0
     written, before = (yaml.safe_load(Path(name).read_text()) for name in ("made/llamafactory.yaml", "lf.yaml"))
     for key in ("packing", "neat_packing"):
         assert written.get(key) == before.get(key)

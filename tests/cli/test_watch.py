@@ -171,7 +171,7 @@ def test_the_folder_of_another_trainer(place: Path, capsys: Capsys) -> None:
     (place / "run/attempts/001.json").write_text(json.dumps(record))
     assert main(["watch", "run", "--once"]) == 0
     out = capsys.readouterr().out
-    assert "✗ no OOM: The GPU ran out of memory." in out
+    assert "✗ ran out of memory: The GPU ran out of memory." in out
     assert "  1, a LLaMA-Factory file, after step 12: The GPU ran out of memory → stop" in out
     assert main(["watch", "run"]) == 1
     assert "its last attempt ended: failed" in capsys.readouterr().out
@@ -274,7 +274,7 @@ def test_a_run_that_runs_out_of_memory(place: Path, capsys: Capsys) -> None:
         process.wait(60)
     assert main(["watch", "run"]) == 1
     out = capsys.readouterr().out
-    assert "✗ no OOM" in out
+    assert "✗ ran out of memory" in out
     assert "has ended: it failed, after step 2, exit code 3" in out
 
 
@@ -328,7 +328,7 @@ def test_cards_on_a_terminal_fill_up(place: Path) -> None:
     terminal = Terminal(["watch", "--interval", "0.2"], env, place, columns=120)
     try:
         terminal.until(lambda text: "✓ memory under 90 %" in text)
-        text = terminal.until(lambda text: "✗ memory under 90 %: 98 % of GPU" in text)
+        text = terminal.until(lambda text: "✗ memory over 90 %: 98 % of GPU" in text)
         assert "! GPU 0 has 0.55 GiB of 23.99 GiB left: a longer batch may not fit" in text
         terminal.interrupt()
         assert terminal.rest() == 0

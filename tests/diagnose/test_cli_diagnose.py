@@ -230,11 +230,16 @@ def test_an_empty_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "is empty" in one_sentence(capsys, str(tmp_path / "a.log"))
 
 
+def test_a_config_is_no_log_in_which_nothing_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text('{"train_batch_size": 8, "fp16": {"enabled": true}}')
+    assert "no program seems to have printed" in one_sentence(capsys, str(tmp_path / "ds_config.json"))
+
+
 def test_a_binary_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(bytes(range(32)) * 100)
-    assert "is no text" in one_sentence(capsys, str(tmp_path / "a.log"))
+    assert "is not a log" in one_sentence(capsys, str(tmp_path / "a.log"))
     (tmp_path / "a.log").write_bytes(hashlib.shake_256(b"noise").digest(4096))
-    assert "is no text" in one_sentence(capsys, str(tmp_path / "a.log"))
+    assert "is not a log" in one_sentence(capsys, str(tmp_path / "a.log"))
 
 
 def test_a_packed_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -287,7 +292,7 @@ def test_names_that_no_file_has(capsys: pytest.CaptureFixture[str], word: str) -
 def test_a_hole_of_five_gigabytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with (tmp_path / "a.log").open("wb") as file:
         file.truncate(5 * 10**9)
-    assert "is no text" in one_sentence(capsys, str(tmp_path / "a.log"))
+    assert "is not a log" in one_sentence(capsys, str(tmp_path / "a.log"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from sample_logs import CAPTURED, CORPUS, HEALTHY
 
 from tightfit.diagnose import scan
-from tightfit.diagnose.catalogue import Expression, catalogue
+from tightfit.diagnose.catalogue import catalogue
+from tightfit.diagnose.gate import Expression
 from tightfit.diagnose.judge import judge
 from tightfit.diagnose.verdict import Diagnosis, Evidence, LogSource
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 from dataclasses import asdict
@@ -15,7 +16,8 @@ from tightfit.diagnose.judge import judge
 from tightfit.diagnose.lines import message_of, moment_of
 from tightfit.diagnose.masks import masked
 from tightfit.diagnose.oom import GIB, MIB, read_oom
-from tightfit.diagnose.reading import PIECE_BYTES, is_binary, pieces
+from tightfit.diagnose.reading import PIECE_BYTES, is_printed, looks_like_log, pieces
+from tightfit.diagnose.tracebacks import phase_of
 from tightfit.diagnose.verdict import Evidence, LogSource
 from tightfit.formats.recognise import read_known_config
 from tightfit.job.known import KnownConfig
@@ -112,31 +114,80 @@ def test_a_line_of_megabytes() -> None:
 
 @given(st.binary(max_size=300_000), st.integers(1, 4))
 def test_pieces_lose_nothing(data: bytes, times: int) -> None:
-    text = (data.replace(b"\x1b", b"") * times).decode("latin-1")
+    text = (data.translate(None, b"\x00\x1b") * times).decode("latin-1")  # without colours, and zeros: those of UTF-16
     whole = b"".join(piece.data for piece in pieces(LogSource(name="x", text=text)))
     assert whole == text.encode().replace(b"\r\n", b"\n")
 
 
+_NOISE = hashlib.shake_256(b"more").digest(70_000)
+
+
 @pytest.mark.parametrize(
-    ("data", "binary"),
+    ("data", "is_log"),
     [
-        (b"", False),
-        (b"step 1\n", False),
-        (b"\x7fELF\x02\x01", True),
-        (bytes(1000), True),
-        (b"%PDF-1.7\n1 0 obj\n", True),
-        (hashlib.shake_256(b"noise").digest(4000), True),
-        (hashlib.shake_256(b"more").digest(70_000), True),
-        ("错误 显存不足\n".encode("gb18030"), False),
-        ("メモリ不足\n".encode("shift_jis"), False),
-        ("Erreur : mémoire insuffisante\n".encode("latin-1"), False),
-        (("步骤 1 损失 2.0\n" * 9000).encode(), False),
+        (b"", True),
+        (b"step 1\n", True),
+        (b"Killed\n", True),
+        (b"\x7fELF\x02\x01", False),
+        (bytes(1000), False),
+        (b"%PDF-1.7\n1 0 obj\n", False),
+        (_NOISE, False),
+        (_NOISE[:64], False),
+        (_NOISE.decode("utf-8", "replace").encode(), False),
+        (_NOISE.decode("latin-1").encode(), False),  # as a browser may paste it
+        (bytes(32 + byte % 95 for byte in _NOISE), False),
+        (bytes(128 + byte % 128 for byte in _NOISE[:200]), False),
+        (base64.encodebytes(_NOISE), False),
+        ("错误 显存不足\n".encode("gb18030"), True),
+        ("メモリ不足\n".encode("shift_jis"), True),
+        ("Erreur : mémoire insuffisante\n".encode("latin-1"), True),
+        (("步骤 1 损失 2.0\n" * 9000).encode(), True),
     ],
 )
-def test_what_is_no_text(tmp_path: Path, data: bytes, binary: bool) -> None:
+def test_what_is_no_log(tmp_path: Path, data: bytes, is_log: bool) -> None:
     path = tmp_path / "a"
     path.write_bytes(data)
-    assert is_binary(LogSource(name="a", path=path)) is binary
+    assert looks_like_log(LogSource(name="a", path=path)) is is_log
+
+
+def test_a_log_that_was_emptied_while_it_was_written_begins_with_zeros() -> None:
+    log = LogSource(name="a", text=bytes(200_000) + b"step 1 loss 2.0\ntorch.OutOfMemoryError: CUDA out of memory.\n")
+    assert looks_like_log(log)
+    verdict = judge(Evidence(logs=(log,))).verdict
+    assert verdict is not None
+    assert verdict.kind == "device-oom"
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("step 1 loss 3.2\n", True),
+        ("{'loss': 2.3, 'epoch': 0.1}\n", True),
+        ('{"step": 3, "loss": 2.1}\n', True),
+        ("45%|████▌     | 450/1000 [07:30<09:10,  1.00s/it]\n", True),
+        ("训练开始\n第 3 步，损失 2.1\n", True),
+        ('{\n  "train_batch_size": 8,\n  "optimizer": {"type": "AdamW"}\n}\n', False),
+        ("model: qwen2.5-7b\nnum_train_epochs: 3\nlearning_rate: 1.0e-4\n", False),
+        ("cd runs\nnvidia-smi\npython train.py --lr 1e-4\n", False),
+        (": 1700000000:0;ls -la\n: 1700000004:0;vim train.py\n", False),
+        ("<!doctype html><html><body><p>Hello</p></body></html>\n", False),
+    ],
+)
+def test_what_no_program_has_printed(text: str, printed: bool) -> None:
+    for encoding in ("utf-8", "gb18030", "utf-16"):
+        assert is_printed(LogSource(name="a", text=text.encode(encoding))) is printed
+
+
+def test_healthy_logs_are_printed() -> None:
+    logs = list((Path(__file__).parent / "healthy").rglob("*.log"))
+    assert len(logs) > 20
+    assert [path.name for path in logs if not is_printed(LogSource(name="a", path=path))] == []
+
+
+def test_every_log_of_ours_looks_like_one() -> None:
+    logs = [path for kind in ("*.log", "*.txt") for path in Path(__file__).parent.rglob(kind)]
+    assert len(logs) > 400
+    assert [path.name for path in logs if not looks_like_log(LogSource(name="a", path=path))] == []
 
 
 # --- tracebacks ---------------------------------------------------------------------------------
@@ -157,6 +208,12 @@ def test_tracebacks_of_two_processes_mixed_up() -> None:
     assert found.verdict is not None
     assert found.verdict.kind == "device-oom"
     assert [each.id for each in found.also] == ["peer-lost"]
+
+
+def test_a_loss_in_a_function_called_step_is_no_optimizer_step() -> None:
+    loss = ['  File "/job/train.py", line 15, in step', "    loss = F.cross_entropy(logits.float(), labels)"]
+    assert phase_of(loss) == "loss"
+    assert phase_of(['  File "/x/torch/optim/adamw.py", line 9, in step', "    return self._step()"]) == "step"
 
 
 def test_a_chain_of_exceptions_is_one_case() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tightfit.formats.launch.environment import environment
 from tightfit.formats.plan_folder import write
-from tightfit.formats.render import plan_md, render
+from tightfit.formats.render import render
 from tightfit.formats.target import Target
 from tightfit.hardware.words import parse_hardware
 from tightfit.job import Data, Job, Limits
@@ -28,7 +28,6 @@ from tightfit.types import Checkpointing, ConfigError, Levers, Lora
 MakePlan = Callable[..., Plan]
 
 ZERO3 = Levers(engine="zero3", offload_optimizer="cpu", checkpointing=Checkpointing(layers=10))
-ZERO = {"deepspeed.json", "accelerate.yaml", "training_args.json", "worker.json", "launch.sh", "PLAN.md"}
 
 
 @pytest.fixture
@@ -99,11 +98,6 @@ def test_what_was_never_run_is_said(plan_of: MakePlan) -> None:
     assert "- Several nodes were rendered, never run by us." in section(text_of(plan), "What we never ran")
 
 
-def test_text_from_outside_cannot_break_the_tables(plan_of: MakePlan) -> None:
-    text = plan_md(plan_of(), Target(), ["launch.sh"], {"llamafactory.yaml": "a | b\nc"})
-    assert "| ~~`llamafactory.yaml`~~ | left out: a \\| b c |" in text
-
-
 def test_tables_are_tables(plan_of: MakePlan) -> None:
     text = text_of(plan_of(gpus="2x4xRTX4090"))
     blocks = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
@@ -116,11 +110,25 @@ def test_tables_are_tables(plan_of: MakePlan) -> None:
 # --- the set of files ---------------------------------------------------------------------------
 
 
-def test_a_zero_plan_has_every_file(plan_of: MakePlan) -> None:
-    files = render(plan_of(), Target())
-    assert set(files) == ZERO | {"llamafactory.yaml", "dataset_info.json"}
+TRAINED = {
+    "tightfit": {"worker.json", "deepspeed.json"},
+    "llamafactory": {"llamafactory.yaml", "dataset_info.json", "deepspeed.json"},
+    "trainer": {"training_args.json", "accelerate.yaml", "deepspeed.json"},
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINED)
+def test_a_plan_has_the_files_of_its_trainer_and_no_others(trainer: str, plan_of: MakePlan) -> None:
+    """What another trainer would hold in memory is another plan, whose bytes are not those that were promised."""
+    files = render(plan_of(replace(ZERO3, checkpointing=Checkpointing(layers=None)), trainer=trainer), Target())
+    assert set(files) == TRAINED[trainer] | {"launch.sh", "PLAN.md"}
     listed = set(re.findall(r"^\| `([^`]+)` \| ", section(files["PLAN.md"], "The files"), flags=re.MULTILINE))
     assert listed == set(files)
+    assert ("`--for llamafactory`" in files["PLAN.md"]) is (trainer == "tightfit")
+
+
+def test_the_launcher_has_the_file_that_it_starts_from(plan_of: MakePlan) -> None:
+    assert "accelerate.yaml" in render(plan_of(), Target(launcher="accelerate"))
 
 
 def test_several_nodes_have_a_hostfile_and_a_batch_file(plan_of: MakePlan) -> None:
@@ -133,22 +141,15 @@ def test_several_nodes_have_a_hostfile_and_a_batch_file(plan_of: MakePlan) -> No
     assert "placeholders" not in named["PLAN.md"].partition("## The files")[0]
 
 
-def test_fsdp2_has_no_deepspeed_file_and_says_why_llamafactory_is_missing(plan_of: MakePlan) -> None:
+def test_fsdp2_has_no_deepspeed_file(plan_of: MakePlan) -> None:
     files = render(plan_of(Levers(engine="fsdp2"), "8x80GB"), Target())
-    assert set(files) == ZERO - {"deepspeed.json"}
-    assert "~~`llamafactory.yaml`~~ | left out: llamafactory-cli cannot start FSDP2" in files["PLAN.md"]
+    assert set(files) == {"worker.json", "launch.sh", "PLAN.md"}
     assert "torchrun" in files["launch.sh"]
 
 
-def test_a_mamba_plan_says_why_llamafactory_is_missing(plan_of: MakePlan) -> None:
-    files = render(plan_of(Levers(engine="zero3"), "6x32GB", model="7b_mamba"), Target())
-    assert "llamafactory.yaml" not in files
-    assert "LLaMA-Factory has no Mamba kernels" in files["PLAN.md"]
-
-
-def test_the_file_of_the_launcher_is_not_left_out_silently(plan_of: MakePlan) -> None:
+def test_what_a_trainer_cannot_do_is_refused(plan_of: MakePlan) -> None:
     with pytest.raises(ConfigError, match="no Mamba kernels"):
-        render(plan_of(Levers(engine="zero3"), model="tiny_mamba"), Target(launcher="llamafactory"))
+        render(plan_of(Levers(engine="zero3"), model="tiny_mamba", trainer="llamafactory"), Target())
 
 
 def test_nothing_is_rendered_for_a_plan_that_does_not_fit(plan_of: MakePlan) -> None:
@@ -158,13 +159,12 @@ def test_nothing_is_rendered_for_a_plan_that_does_not_fit(plan_of: MakePlan) -> 
 
 def test_the_notes_dcu_situation(plan_of: MakePlan) -> None:
     lora = Levers(engine="zero3", method="lora", lora=Lora(), deepspeed_version="0.14.2", sequence=1024)
-    plan = plan_of(lora, "8xK100-64GB", model="qwen2.5-32b", method="lora")
+    plan = plan_of(lora, "8xK100-64GB", model="qwen2.5-32b", method="lora", trainer="llamafactory")
     named = replace(plan, job=replace(plan.job, model="deepseek-ai/DeepSeek-R1-Distill-Qwen-32B"))
     target = Target(
         deepspeed_version="0.14.2",
         llamafactory_version="0.9.2",
         transformers_version="4.49.0",
-        launcher="llamafactory",
     )
     files = render(named, target)
     assert "template: deepseek3\n" in files["llamafactory.yaml"]
@@ -298,7 +298,7 @@ def test_nothing_is_said_twice() -> None:
 
 def test_the_page_says_how_to_start_the_worker(plan_of: MakePlan) -> None:
     assert "`tightfit train --plan`" in section(text_of(plan_of()), "How to start it")
-    other = text_of(plan_of(), Target(launcher="llamafactory"))
+    other = text_of(plan_of(trainer="llamafactory"))
     assert "tightfit train" not in section(other, "How to start it")
 
 
@@ -316,7 +316,7 @@ def test_a_time_limit_that_is_too_short_is_said(plan_of: MakePlan, timeout: str 
     assert ("Time limit" in head) == (said is not None)
     assert said is None or said in head
     if said is not None:
-        factory = text_of(plan_of(timeout=timeout), Target(launcher="llamafactory")).partition("\n## ")[0]
+        factory = text_of(plan_of(timeout=timeout, trainer="llamafactory")).partition("\n## ")[0]
         assert "LLaMA-Factory does not keep it" in factory
         assert "cuts the training off" not in factory
 
@@ -333,12 +333,15 @@ def versions(plan: Plan, target: Target) -> str:
 def test_each_file_names_its_version(plan_of: MakePlan) -> None:
     lora = Levers(engine="zero3", method="lora", lora=Lora(), deepspeed_version="0.14.2")
     old = Target(deepspeed_version="0.14.2", llamafactory_version="0.9.2")
-    apart = versions(plan_of(lora, "8xK100-64GB", method="lora"), old)
+    mine, theirs = (
+        plan_of(lora, "8xK100-64GB", method="lora", trainer=trainer) for trainer in ("trainer", "llamafactory")
+    )
+    apart = versions(mine, old)
     assert "- `deepspeed.json`: DeepSpeed 0.14.2." in apart
     assert "- `training_args.json`: transformers 5.22.2, which wants a newer PyTorch than the 2.4" in apart
-    assert "takes transformers up to 4.49.0 and never reads `training_args.json`" in apart
-    assert "`--transformers-version 4.49.0`" in apart
-    together = versions(plan_of(lora, "8xK100-64GB", method="lora"), replace(old, transformers_version="4.49.0"))
-    assert "- `training_args.json`: transformers 4.49.0.\n" in together
-    assert "- `llamafactory.yaml`: LLaMA-Factory 0.9.2, which takes transformers up to 4.49.0." in together
+    assert "`--transformers-version`" in apart
+    assert "- `training_args.json`: transformers 4.49.0.\n" in versions(
+        mine, replace(old, transformers_version="4.49.0")
+    )
+    assert "- `llamafactory.yaml`: LLaMA-Factory 0.9.2, which takes transformers up to 4.49.0" in versions(theirs, old)
     assert "LLaMA-Factory" not in versions(plan_of(Levers(engine="fsdp2")), Target())

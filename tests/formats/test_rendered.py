@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from tightfit.job.file import read_job
 from tightfit.memory import estimate
 from tightfit.model.load import load_model
 from tightfit.planner.plan import Plan, Way
-from tightfit.types import ConfigError, Levers, Lora, Pace
+from tightfit.types import ConfigError, Levers, Lora, Pace, Trainer
 
 LORA = Lora(rank=8)
 WAYS = [
@@ -36,11 +37,12 @@ CONFIGS = {
 }
 
 
-def plan_of(levers: Levers, gpus: str) -> Plan:
+def plan_of(levers: Levers, gpus: str, trainer: Trainer = "tightfit") -> Plan:
     hardware, shape = parse_hardware(gpus), load_model("qwen2.5-7b")
     job = Job(
         model="qwen2.5-7b",
         method=levers.method,
+        trainer=trainer,
         data=Data(path="data.json", template="qwen"),
         hardware=Machine(nvme_path="/nvme"),
     )
@@ -68,13 +70,21 @@ def plan_of(levers: Levers, gpus: str) -> Plan:
 
 @pytest.mark.parametrize("deepspeed", ["0.14.2", "0.19.8"])
 @pytest.mark.parametrize(("gpus", "levers"), WAYS, ids=[f"{levers.engine}-{gpus}" for gpus, levers in WAYS])
-def test_rendered_files_are_clean(tmp_path: Path, gpus: str, levers: Levers, deepspeed: str) -> None:
-    plan, target = plan_of(levers, gpus), Target(deepspeed_version=deepspeed)
+@pytest.mark.parametrize("trainer", get_args(Trainer))
+def test_rendered_files_are_clean(tmp_path: Path, gpus: str, levers: Levers, deepspeed: str, trainer: Trainer) -> None:
+    plan = plan_of(levers, gpus, trainer)
+    target = Target(deepspeed_version=deepspeed, launcher="accelerate" if trainer == "tightfit" else None)
+    if levers.is_fsdp2 and trainer == "llamafactory":
+        with pytest.raises(ConfigError, match="cannot start FSDP2"):
+            render(plan, target)
+        return
     files = render(plan, target)
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     seen = [name for name in CONFIGS if name in files]
-    assert {"accelerate.yaml", "training_args.json"} <= set(seen)
+    assert {
+        {"tightfit": "accelerate.yaml", "llamafactory": "llamafactory.yaml"}.get(trainer, "training_args.json")
+    } <= set(seen)
     for name in seen:
         report = examine(tmp_path / name, target, world=plan.hardware.world)
         assert report.kind == CONFIGS[name]

@@ -35,6 +35,18 @@ def test_our_worker_is_told(streamed: Plan) -> None:
     assert not {"ds_config.json", "accelerate.yaml", "llamafactory.yaml"} & set(files)
 
 
+def test_states_on_nvme_need_a_folder_there() -> None:
+    flags = {"model": "tiny_llama", "gpus": "1x24GB", "host_ram": "8GB", "nvme": "1GB", "engine": "stream", "seq": 64}
+    with pytest.raises(ConfigError, match="name a folder on it"):
+        render(plan(job_from_flags({**flags, "offload_optimizer": "nvme"})), Target())
+    planned = plan(job_from_flags({**flags, "offload_optimizer": "nvme", "nvme_path": "/nvme"}))
+    assert planned.chosen is not None
+    told = json.loads(render(planned, Target())["worker.json"])
+    assert told["nvme_path"] == "/nvme"
+    assert told["predicted"]["host"]["nvme_bytes_per_node"] > 0
+    assert levers_as_written(told) == planned.chosen.levers
+
+
 def test_other_programs_have_no_word_for_it(streamed: Plan) -> None:
     for write in (accelerate_yaml, llamafactory_yaml, training_args_json):
         with pytest.raises(ConfigError, match="train with tightfit's own worker, or plan with another --engine"):

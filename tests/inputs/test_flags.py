@@ -130,7 +130,7 @@ def test_fsdp2_offloads_all_together() -> None:
         ({"method": "lora", "lora_targets": "qproj"}, "did you mean q_proj?"),
         ({"method": "lora", "lora_targets": " , "}, "--lora-targets takes `all` or names"),
         ({"engine": "zero2", "offload_param": "cpu"}, "--offload-param cpu needs --engine zero3 or fsdp2"),
-        ({"engine": "zero2", "offload_optimizer": "nvme"}, "--offload-optimizer nvme needs --engine zero3"),
+        ({"engine": "zero2", "offload_optimizer": "nvme"}, "--offload-optimizer nvme needs --engine zero3 or stream"),
         ({"engine": "fsdp2", "offload_param": "nvme"}, "--offload-param nvme needs --engine zero3"),
         ({"engine": "zero3", "offload_param": "nvme", "max_reuse_distance": 5}, "so leave it out or say 0"),
         ({"engine": "zero3", "offload_param": "nvme", "method": "qlora"}, "use --offload-param cpu, or --method lora"),

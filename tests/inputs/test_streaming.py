@@ -26,6 +26,8 @@ ADAPTERS = {**STREAMING, "method": "lora"}
         ({**STREAMING, "resident": 33}, "inputs.keeps-too-many", "use 32 or fewer"),
         ({**STREAMING, "offload_param": "cpu"}, "inputs.layouts-apart", "choose one of them"),
         ({**STREAMING, "offload_optimizer": "cpu"}, "inputs.layouts-apart", "choose one of them"),
+        ({**ADAPTERS, "offload_optimizer": "nvme"}, "inputs.layouts-apart", "choose one of them"),
+        ({**STREAMING, "offload_param": "nvme"}, "inputs.nvme-needs-engine", "stream reads nothing from NVMe"),
         ({**STREAMING, "sequence_parallel": 2}, "inputs.layouts-apart", "choose one of them"),
         ({**STREAMING, "tensor_parallel": 2}, "inputs.layout-needs-engine", "needs --engine fsdp2"),
         ({**STREAMING, "pipeline_parallel": 2}, "inputs.layout-needs-engine", "needs --engine fsdp2"),
@@ -56,6 +58,7 @@ def test_what_goes_with_it() -> None:
     for flags in (
         {"states": "8bit", "resident": 32},
         {"master_weights": False},
+        {"offload_optimizer": "nvme", "states": "bf16"},
         {"precision": "fp16", "checkpointing": "full+offload"},
         {"method": "qlora", "optimizer": "adamw8bit"},
         {"compile": "layers", "checkpointing": "select:mlp+offload", "loss": "fused"},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tightfit.model.load import load_model
-from tightfit.model.presets import CHECKPOINTS, PRESETS, checkpoint_of
+from tightfit.model.presets import CHECKPOINTS, PRESETS, PUBLISHED, checkpoint_of
 
 # From the public model cards and checkpoints (safetensors totals), or counted by hand where there is none.
 COUNTS = {
@@ -67,6 +67,25 @@ def test_a_checkpoint_of_a_presets_shape_needs_no_network(name: str, monkeypatch
     assert not any("called" in note for note in map(str, shape.notes)), (
         "the promise is the preset's name's, not this one's"
     )
+
+
+def test_models_that_are_known_by_their_ids_have_the_published_number_of_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the Hub shows them, counted in the weights' files."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it is an error now
+    found = {name: load_model(name.lower()) for name in PUBLISHED}
+    assert [shape.name for shape in found.values()] == list(PUBLISHED)
+    counts = {
+        "Qwen2.5-0.5B": 494_032_768, "Qwen2.5-1.5B": 1_543_714_304, "Qwen2.5-3B": 3_085_938_688,
+        "Qwen2.5-14B": 14_770_033_664, "Qwen2.5-72B": 72_706_203_648, "Qwen3-0.6B": 596_049_920,
+        "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
+        "Qwen3-14B": 14_768_307_200, "Qwen3-32B": 32_762_123_264, "Llama-3.2-1B": 1_235_814_400,
+        "Llama-3.2-3B": 3_212_749_824, "Llama-3.1-70B": 70_553_706_496, "Llama-3.3-70B": 70_553_706_496,
+    }  # fmt: skip
+    assert {
+        name.partition("/")[2].removesuffix("-Instruct"): shape.parameters for name, shape in found.items()
+    } == counts
 
 
 def test_chat_models_promise_fewer_positions() -> None:

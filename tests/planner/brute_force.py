@@ -12,6 +12,7 @@ from tightfit.pace import pace
 from tightfit.planner.candidates import complexity, corners, strategies
 from tightfit.planner.ladder import OFFLOADED
 from tightfit.planner.question import Question, excess_bytes
+from tightfit.planner.search import is_measured, leaves_room
 from tightfit.types import Hardware, Levers
 
 Chosen = tuple[tuple[float, tuple[int, ...]], Levers, int]
@@ -38,6 +39,8 @@ def candidates(question: Question) -> Iterator[tuple[Question, Levers]]:
             continue
         asked = replace(question, hardware=hardware)
         for base in strategies(asked.base, asked.pinned, hardware):
+            if not (is_measured(asked, base) and leaves_room(asked, base)):
+                continue
             for corner in corners(asked.shape, base, asked.pinned, hardware, asked.effective_batch):
                 depths = [corner.levers.checkpointing]
                 if corner.searched:

@@ -159,7 +159,7 @@ def test_a_rehearsal_has_the_seconds_of_the_gpu_that_is_rehearsed() -> None:
     """The first has 8 layers and is the fullest; the second has 9 and is the slowest."""
     asked, hardware = levers(4, checkpointing="none", stage_layers="8,9,9,6"), nodes(1)
     assert memory.estimate(SHAPE, asked, 8, hardware).pipeline_gpu == 0
-    assert max(time_row(SHAPE, asked, hardware)[1], key=lambda each: each.whole).place == 1
+    assert max(time_row(SHAPE, asked, hardware, {})[1], key=lambda each: each.whole).place == 1
     rehearsed, whole = (pace(SHAPE, asked, hardware, rehearsal=each).causes["arithmetic"] for each in (True, False))
     assert rehearsed == pytest.approx(8 / 9 * whole, rel=1e-3)
 

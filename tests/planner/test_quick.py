@@ -11,6 +11,7 @@ import pytest
 from small_questions import ask, machine
 
 from tightfit.memory import Scale, Totals
+from tightfit.planner.wanted import AbandonedError, only_while
 from tightfit.types import Checkpointing
 
 HEAVY = ("torch", "deepspeed", "transformers", "peft", "accelerate", "numpy")
@@ -71,3 +72,12 @@ def test_few_of_them_are_weighed(
     monkeypatch.setattr(Scale, "totals", counted)
     assert import_module("tightfit.planner.search").search(ask(model, machine(gpus, "512GB"), method=method)).best
     assert len(weighed) <= most
+
+
+def test_a_search_ends_where_nobody_waits_for_it() -> None:
+    asked = ask("tiny_llama", machine("1x24GB"))
+    search, looks = import_module("tightfit.planner.search").search, iter([True] * 3)
+    with pytest.raises(AbandonedError), only_while(lambda: next(looks, False)):
+        search(asked)
+    assert next(looks, None) is None  # it went on as long as somebody did
+    assert search(asked).best is not None

@@ -75,6 +75,12 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
         levers={"engine": "stream", "attention": "sdpa", "loss": "fused"},
         effective_batch=4,
     ),
+    "some states of layers that stream are on an NVMe": lambda: ask(
+        built("llama", 6, 2048, 5000, True),
+        machine("1x24GB", "6GB", "20GB"),
+        levers={"engine": "stream", "attention": "sdpa", "loss": "fused"},
+        effective_batch=4,
+    ),
     "frozen layers stream, and the host cannot hold them all": lambda: ask(
         built("llama", 6, 2048, 5000, False),
         machine("1x24GB", "2GB"),
@@ -90,7 +96,7 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
     ),
 }
 
-QUICK = [name for name in QUESTIONS if name.startswith(("llama, two GPUs", "a selection", "layers stream"))]
+QUICK = [name for name in QUESTIONS if name.startswith(("pinned depth", "a selection", "layers stream"))]
 
 
 @pytest.mark.thorough

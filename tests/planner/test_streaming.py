@@ -74,6 +74,54 @@ def test_a_model_whose_states_do_not_fit_in_ram_names_narrower_ones() -> None:
     assert way_of(allowed).changes
 
 
+@pytest.mark.parametrize(("ram", "place"), [("96GB", "nvme"), ("192GB", "none")])
+def test_states_go_to_the_nvme_where_ram_is_short(ram: str, place: str) -> None:
+    small = replace(machine("1xRTX4090", ram), nvme_bytes=1000 * GIB)
+    answer = planned("qwen2.5-7b", small, effective_batch=32)
+    way = way_of(answer)
+    assert (way.levers.engine, way.levers.offload_optimizer, way.levers.offload_param) == (STREAM, place, "none")
+    assert way.fits
+    assert way.footprint.host.peak_bytes_per_node <= 0.9 * (small.host_ram_bytes or 0)
+    if place == "nvme":  # no more states would have room
+        count = way.levers.buckets.optimizer_buffer_count + 1
+        more = replace(way.levers, buckets=replace(way.levers.buckets, optimizer_buffer_count=count))
+        held = estimate(way.shape, more, 1, small).host.peak_bytes_per_node
+        assert held > 0.9 * (small.host_ram_bytes or 0)
+    assert ("plan.states-in-file" in [id_of(each) for each in way.because]) == (place == "nvme")
+    others = [each.pace.step_s for each in answer.alternatives if each.fits]
+    assert others
+    assert way.pace.step_s < min(others)
+    unfit = planned("qwen2.5-7b", replace(small, nvme_bytes=20 * GIB), effective_batch=32)
+    assert (unfit.chosen is None) == (place == "nvme")
+
+
+def test_layers_are_updated_ahead_where_ram_has_room_for_a_second_set_of_states() -> None:
+    small, large = (machine("1xRTX4070", ram) for ram in ("48GB", "64GB"))
+    late, ahead = (way_of(planned("qwen1.5-1.8b", each, effective_batch=2)) for each in (small, large))
+    assert [late.levers.update, ahead.levers.update] == ["waits", "ahead"]
+    assert ahead.pace.step_s < late.pace.step_s
+    second = 12 * late.shape.parameters
+    needed = [way.footprint.host.peak_bytes_per_node for way in (late, ahead)]
+    assert needed[1] - needed[0] == pytest.approx(second, rel=0.05)
+    assert needed[0] < 0.9 * 48 * GIB < needed[0] + second
+    assert "plan.updated-on-host" in [id_of(each) for each in late.because]
+    (said,) = (each for each in ahead.because if id_of(each) == "plan.updated-ahead")
+    assert f"{(needed[1] - needed[0]) / GIB:.1f} GiB" in said.text("en")
+    pinned = planned("qwen1.5-1.8b", large, effective_batch=2, levers={"update": "waits"})
+    assert way_of(pinned).levers.update == "waits"
+    free = planned("qwen1.5-1.8b", large, effective_batch=2, clip=0.0)
+    assert way_of(free).levers.update == "waits"  # there is nothing to wait for
+
+
+def test_where_nothing_fits_the_largest_layer_is_named() -> None:
+    answer = planned("qwen2.5-7b", machine("1x4GB", "256GB"), levers={"engine": STREAM})
+    assert answer.chosen is None
+    assert {way.levers.update for way in answer.alternatives} == {"waits"}  # ahead would take as much, and RAM beside
+    said = [each.text("en") for each in answer.because]
+    assert any("GiB more than the card has" in each for each in said)
+    assert "The largest layer is number 0 with 0.4 GiB, and 2 of its size are on the GPU at once." in said
+
+
 def test_what_fits_on_the_card_does_not_stream() -> None:
     answer = planned("llama-3.1-8b", machine("1xA100-80GB"), method="lora")
     assert not any(way.levers.streams for way in (way_of(answer), *answer.alternatives))

@@ -139,8 +139,8 @@ def test_a_loss_scale_that_falls(scales: list[float], warns: bool) -> None:
     [
         (lambda n: 5 - n / 100, "green", "→"),
         (lambda n: 5.0, "yellow", "flat"),
-        (lambda n: 5 + n / 50, "yellow", "rises"),
-        (lambda n: 2 + n / 10, "red", "rises"),
+        (lambda n: 5 + n / 50, "yellow", "rising"),
+        (lambda n: 2 + n / 10, "red", "rising"),
         (lambda n: 0.0, "red", "exactly 0"),
         (lambda n: None if n > 90 else 5.0, "red", "since step 91"),
     ],
@@ -181,3 +181,44 @@ def test_retries_that_are_over_or_not_told_are_no_news() -> None:
     assert health(steps(100, lambda n: {})).warnings == ()  # of an older run, or of the CPU
     assert health(steps(100, lambda n: {"alloc_retries": "many"})).warnings == ()
     assert steps(1, lambda n: {})[0].alloc_retries is None
+
+
+@pytest.mark.parametrize(
+    ("said", "seen", "why"),
+    [
+        ({"tokens": 500}, {}, "a step has 500 tokens where 8,000 were planned"),
+        ({}, {"own": (replace(CARD, others=2, use_percent=97.0),)}, "2 other processes are on GPU 0 as well"),
+        ({}, {"own": (replace(CARD, use_percent=7.0),)}, "GPU 0 is busy for 7 % of the time only"),
+        ({}, {"load_per_core": 3.5}, "3.5 processes want each core"),
+        ({"step_s": 100.0}, {}, "a step takes 1 min 40 s where 2 s was planned"),
+        ({}, {}, "nothing that can be seen from here explains it"),
+    ],
+)
+def test_a_slow_run_says_so_and_why(said: dict[str, object], seen: dict[str, object], why: str) -> None:
+    planned = replace(PLANNED, tokens_per_s=4000.0, step_s=2.0)
+    made = steps(40, lambda n: {"tokens_per_s": 80.0, **said})
+    found = health(made, worker=planned, **seen)
+    assert found.pace is not None
+    assert found.pace.share == pytest.approx(0.02)
+    (warning,) = (str(each) for each in found.warnings)
+    assert warning.startswith("2 % of the planned pace: 80 of 4,000 tokens per second. Why: ")
+    assert why in warning
+
+
+def test_a_run_as_fast_as_planned_is_no_news() -> None:
+    planned = replace(PLANNED, tokens_per_s=4000.0, step_s=2.0)
+    found = health(steps(40, lambda n: {"tokens_per_s": 3600.0, "tokens": 8000}), worker=planned)
+    assert found.pace is not None
+    assert (found.pace.share, found.warnings) == (pytest.approx(0.9), ())
+    assert health(steps(40, lambda n: {"tokens_per_s": 80.0}), worker=replace(planned, tokens_per_s=None)).pace is None
+
+
+def test_a_light_says_what_is_so() -> None:
+    well, broken = health(steps(100, lambda n: {})), health(steps(100, lambda n: {"loss": 2.0}), oom="The GPU is full.")
+    assert [str(light.title) for light in well.lights] == [
+        "memory under 90 %",
+        "loss falling",
+        "no out-of-memory error seen",
+    ]
+    titles = [str(light.title) for light in broken.lights]
+    assert titles[1:] == ["loss not falling", "ran out of memory earlier, and went on"]

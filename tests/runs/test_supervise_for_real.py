@@ -11,6 +11,7 @@ import pytest
 from faulty_training import EVERY, Trained, begin, same_course, train
 
 import patience
+from tightfit.desk.calibration import FILE
 from tightfit.runs.processes import is_alive
 
 pytestmark = pytest.mark.thorough
@@ -25,6 +26,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     assert trained.code == 0, trained.err
     assert [record.state for record in trained.records] == ["done"]
     return trained
+
+
+@pytest.mark.slow
+def test_a_run_into_which_faults_are_put_teaches_nothing(tmp_path: Path) -> None:
+    """Without them the same run does: of eight steps and more the seconds are written down."""
+    for faults in ("kill@rank=0,stage=write,step=99", ""):
+        folder = tmp_path / ("faulty" if faults else "plain")
+        folder.mkdir()
+        trained = train(folder, *QUICK, "--max-steps", "14", faults=faults)
+        assert trained.code == 0, trained.err
+        taught = trained.folder.parent / "cache" / "tightfit" / FILE
+        assert taught.exists() is (not faults)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from visits import follow, home_of, need_a_browser, opened, says, served, step_l
 
 import patience
 import warm_desk
+from tightfit.cli import main
 
 pytestmark = pytest.mark.thorough
 
@@ -38,11 +39,11 @@ def browser() -> None:
 
 
 @contextmanager
-def training(work: Path, steps: int) -> Iterator[warm_desk.Process]:
-    """A real run on this machine's CPU, in `runs/first`."""
+def training(work: Path, steps: int, folder: str = "first", rate: str = "1e-3") -> Iterator[warm_desk.Process]:
+    """A real run on this machine's CPU, below `runs`."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(work / "cache")}
-    words = (*TRAIN, "--engine", "zero1", "--max-steps", str(steps), "--output", "runs/first")
-    process = warm_desk.Process(*words, cwd=work, env=env, ranks=True)
+    words = (*TRAIN, "--engine", "zero1", "--max-steps", str(steps), "--learning-rate", rate)
+    process = warm_desk.Process(*words, "--output", f"runs/{folder}", cwd=work, env=env, ranks=True)
     try:
         yield process
     finally:
@@ -65,7 +66,7 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
         page.wait_for_selector("#state[data-state=done]", timeout=WAIT_MS)
         assert process.wait(60) == 0, process.communicate()
         says(page, "#f-step", "20 / 20")
-        says(page, "#link", "over")
+        says(page, "#link", "ended")
         assert "at step 1, " in page.text_content("#d-loss")
         assert page.locator("#checkpoints tr").count() >= 1
         assert "✓ yes" in page.text_content("#checkpoints")
@@ -173,7 +174,13 @@ def test_the_keyboard_and_a_screen_reader_find_their_way(tmp_path: Path) -> None
         assert page.evaluate("document.activeElement.className") == "skip"
         page.keyboard.press("Enter")
         page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.textContent") == "run"
+        assert page.evaluate("document.activeElement.id") == "q"
+        for _ in range(20):
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.textContent") == "run" and page.evaluate(
+                "document.activeElement.closest('tbody') !== null"
+            ):
+                break
         page.keyboard.press("Enter")
         says(page, "#d-loss", "at step")
         for path in ("/runs", "/runs/view?run=0/run", "/diagnose", PLAN):
@@ -181,7 +188,7 @@ def test_the_keyboard_and_a_screen_reader_find_their_way(tmp_path: Path) -> None
             assert page.locator("h1").count() == 1
             assert page.locator("main, header, footer, nav").count() == 4
             unnamed = page.eval_on_selector_all(
-                "input, select, textarea, button, a, [role=img], section",
+                "input:not([type=hidden]), select, textarea, button, a, [role=img], section",
                 "all => all.filter(e => !(e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label')"
                 " || e.getAttribute('aria-labelledby'))).map(e => e.outerHTML)",
             )
@@ -252,7 +259,7 @@ def test_a_million_events_in_the_browser(tmp_path: Path) -> None:
         took = patience.now() - began
         assert took < 10, took  # below 2 s on a machine that does nothing else
         assert "Reading the events" in page.text_content("#link")
-        says(page, "#link", "over", WAIT_MS / 1000)
+        says(page, "#link", "ended", WAIT_MS / 1000)
         assert "One point is 1,024 steps." in page.text_content("#d-loss")
 
 
@@ -262,17 +269,39 @@ def seen(page: Any, name: str, **more: Any) -> None:
 
 
 def pictures() -> None:
-    """`python tests/web/test_browser.py`: the pictures of docs/ui.md, of a real run."""
+    """`python tests/web/test_browser.py`: the pictures of docs/ui.md, of real runs and a real log."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        with training(work, 150) as process:
-            process.wait(900)
+        for name, rate in (("first", "1e-3"), ("rates/3e-4", "3e-4"), ("rates/3e-3", "3e-3")):
+            with training(work, 150, name, rate) as process:
+                process.wait(900)
+        log = (CAPTURED.parent / "corpus" / "oom-logits--a-file-a-rank" / "rank-3.log").read_text()
+        asked = ["--model", "qwen1.5-0.5b", "--gpus", "1x24GB", "--host-ram", "64GB"]
+        broken = written(
+            work / "runs" / "too-large", [], state="failed", exit_code=1, command=["tightfit", "train", *asked]
+        )
+        (broken / "logs").mkdir()
+        (broken / "logs" / "rank-3.log").write_text(log)
+        assert main(["plan", *asked, "--write", str(broken / "plan")]) == 0
         view = {"viewport": {"width": 1000, "height": 640}}
         with served("--root", "runs", cwd=work) as link, opened(within(link, "/runs"), **view) as page:
-            follow(page, "first")
-            says(page, "#link", "over")
+            page.get_by_label("group by").check()
+            page.wait_for_selector("tr.group")
+            seen(page, "runs")
+            page.get_by_label("group by").uncheck()
+            for name in ("rates/3e-4", "rates/3e-3"):
+                page.get_by_label(f"select {name}").check()
+            page.get_by_role("button", name="Compare").click()
+            page.wait_for_selector("#c-loss canvas")
+            page.wait_for_timeout(1000)
+            seen(page, "compare")
+            page.goto(f"{home_of(link)}/runs/view?run=0/too-large")
+            page.wait_for_selector("#failure-title")
+            seen(page, "failed")
+            page.goto(f"{home_of(link)}/runs/view?run=0/first")
+            says(page, "#link", "ended")
             page.wait_for_timeout(500)
             seen(page, "run")
             page.goto(home_of(link) + "/diagnose")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,9 +90,12 @@ def test_a_form_without_a_script_gets_a_page(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b" \n\t\n", "is empty"),
-        (b"\x7fELF" + bytes(range(256)), "not text"),
-        (b"\x1f\x8b\x08\x00abc", "not text"),
-        (bytes(5000), "not text"),
+        (b'{\n  "train_batch_size": 8,\n  "fp16": {"enabled": true}\n}\n', "no program seems to have printed"),
+        (b"cd runs\nnvidia-smi\npython train.py --lr 1e-4\n", "no program seems to have printed"),
+        (b"\x7fELF" + bytes(range(256)), "is not a log"),
+        (b"\x1f\x8b\x08\x00abc", "is not a log"),
+        (bytes(5000), "is not a log"),
+        (random.Random(1).randbytes(3000).decode("latin-1").encode(), "is not a log"),  # noqa: S311
     ],
 )
 def test_what_is_no_log_is_answered_with_a_sentence(data: bytes, said: str, tmp_path: Path) -> None:

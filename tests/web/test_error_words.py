@@ -54,7 +54,7 @@ def test_a_question_that_makes_no_sense_is_answered_in_chinese(
         assert CHINESE.search(problem[1]), problem[1]
 
 
-@pytest.mark.parametrize(("data", "said"), [(b" \n", "日志是空的"), (b"\x7fELF" + bytes(range(256)), "这不是文本")])
+@pytest.mark.parametrize(("data", "said"), [(b" \n", "日志是空的"), (b"\x7fELF" + bytes(range(256)), "这不是日志")])
 def test_the_diagnose_view_says_in_chinese_what_is_no_log(data: bytes, said: str, tmp_path: Path) -> None:
     visitor = client(tmp_path)
     visitor.cookies.set("tightfit_language", "zh")

@@ -128,7 +128,7 @@ def test_a_line_on_which_little_is_said_is_not_taken_for_dead(page: Any, tmp_pat
         )
         page.wait_for_timeout(70_000)
         assert page.evaluate("() => globalThis.asked") == 0
-        says(page, "#link", "over")
+        says(page, "#link", "ended")
 
 
 @pytest.mark.slow

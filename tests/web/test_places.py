@@ -75,7 +75,7 @@ def test_links_out_of_the_roots_are_not_followed(grounds: Path) -> None:
         *(f"run-{name}" for name in ("events.jsonl", "logs", "plan", "checkpoints", "attempts", "run.json")),
     ):
         assert visitor.get("/runs/view", params={"run": f"0/{name}"}).status_code == 404, name
-    assert [run.word for run in find_runs([grounds.resolve()])[0]] == ["0/first"]
+    assert [run.word for run in find_runs([grounds.resolve()]).runs] == ["0/first"]
 
 
 def test_links_within_the_roots_are(grounds: Path) -> None:
@@ -126,12 +126,13 @@ def test_the_search_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     written(root.joinpath(*"abcdefgh") / "deep", [step_line(1)])
     written(root / ".hidden" / "run", [step_line(1)])
     written(root / "run-0" / "earlier" / "1", [step_line(1)])
-    found, is_all = find_runs([root])
+    searched = find_runs([root])
+    found, is_all = searched.runs, searched.is_all
     assert is_all
     assert sorted(run.word for run in found) == [f"0/run-{number}" for number in range(6)]
     monkeypatch.setattr(places, "MOST_RUNS", 3)
-    assert not find_runs([root])[1]
-    assert len(find_runs([root])[0]) == 3
+    assert not find_runs([root]).is_all
+    assert len(find_runs([root]).runs) == 3
     assert "There are more" in client(root).get("/runs").text
 
 

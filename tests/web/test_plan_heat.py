@@ -66,3 +66,14 @@ def test_each_cell_is_a_link_with_its_numbers(tmp_path: Path) -> None:
         asked = read_address(parse_qsl(link.replace("&amp;", "&")))
         assert label.startswith(f"{asked.get('seq')} tokens, micro batch {asked.get('micro_batch')}: ")
         assert int(asked.get("effective_batch")) % (2 * int(asked.get("micro_batch"))) == 0
+
+
+def test_the_map_says_whether_the_gpu_or_the_ram_is_short(tmp_path: Path) -> None:
+    short = "model=1b_mamba&gpus=1&card=24GB&host-ram=8GB&engine=zero2&offload-optimizer=cpu&lang=en"
+    found = client(tmp_path).get(f"/plan/heat?{short}").text
+    short_of_ram = re.findall(r'<td class="[^"]*\bover-ram\b[^"]*"><a [^>]*aria-label="([^"]+)"[^>]*>▣ ', found)
+    short_of_both = re.findall(r'<td class="[^"]*\bover\b[^"]*"><a [^>]*aria-label="([^"]+)"[^>]*>✗ ', found)
+    assert short_of_ram
+    assert short_of_both
+    assert all(said.endswith("too little RAM or disk") for said in short_of_ram)
+    assert all(said.endswith("too much for the GPU") for said in short_of_both)

@@ -13,7 +13,15 @@ from tightfit.model.load import load_model, shape_from_fields
 from tightfit.model.presets import PRESETS
 from tightfit.types import HardwareError, ModelShape, UserError
 from tightfit.web import plan_answer
-from tightfit.web.plan_answer import MOST_CONFIG_BYTES, AddressQuestion, block_of, fill_form, read_address
+from tightfit.web.plan_answer import (
+    MODEL,
+    MOST_CONFIG_BYTES,
+    AddressQuestion,
+    answer_to,
+    block_of,
+    fill_form,
+    read_address,
+)
 
 
 def asked(query: str) -> AddressQuestion:
@@ -21,27 +29,56 @@ def asked(query: str) -> AddressQuestion:
 
 
 def test_the_bare_address_asks_something_sensible() -> None:
-    assert asked("").command() == "tightfit plan --model 7b_mamba --gpus 6x32GB --host-ram 256GB --seq 2048"
+    """An 8B instruct model with LoRA, on this machine's GPUs; on a card that many have where it has none."""
+    assert (
+        asked("").command()
+        == f"tightfit plan --model {MODEL} --gpus 1xRTX4090 --method lora --host-ram 64GB --seq 2048"
+    )
     assert asked("lang=zh").address() == asked("").address()
+    assert answer_to(asked(""), advice=False).plan.fits
+
+
+def test_the_bare_address_asks_for_this_machine_where_it_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_answer, "find_machine", lambda: "2 × RTX 3090")
+    assert asked("").command() == f"tightfit plan --model {MODEL} --gpus this --method lora --seq 2048"
+    assert asked("model=qwen2.5-7b").command() == "tightfit plan --model qwen2.5-7b --gpus this"
+
+
+@pytest.mark.parametrize(
+    ("query", "gpus"),
+    [
+        ("card=4xRTX4090&gpus=6", "4xRTX4090"),
+        ("card=4 × 4090&gpus=4", "4x4090"),
+        ("card=4090x4&gpus=2", "4x4090"),
+        ("card=2x8xA100-80GB&gpus=3&nodes=5", "2x8xA100-80GB"),
+        ("card=8x24GB&nodes=2", "2x8x24GB"),
+        ("card=RX 7900 XTX&gpus=2", "2xRX 7900 XTX"),
+    ],
+)
+def test_counts_in_the_box_of_the_card_are_not_multiplied(query: str, gpus: str) -> None:
+    found = asked(query)
+    assert found.said_flags()["gpus"] == gpus
+    shown = fill_form(parse_qsl(query))
+    assert f"{shown['gpus']}x{shown['card']}" == gpus.removeprefix("2x") if shown["nodes"] else gpus
 
 
 @pytest.mark.parametrize(
     ("query", "command"),
     [
         ("model=qwen2.5-7b&gpus=4&card=RTX4090", "--model qwen2.5-7b --gpus 4xRTX4090"),
-        ("gpus=2x8xA100-80GB", "--model 7b_mamba --gpus 2x8xA100-80GB"),
-        ("gpus=8&card=A100-80GB&nodes=2", "--model 7b_mamba --gpus 2x8xA100-80GB"),
-        ("gpus=1&card=24GB&nodes=1", "--model 7b_mamba --gpus 1x24GB"),
-        ("card=this", "--model 7b_mamba --gpus this"),
-        ("card=This&gpus=2", "--model 7b_mamba --gpus this --num-gpus 2"),
-        ("gpus=2&card=24GB&allow=lora&allow=precision,lora", "--model 7b_mamba --gpus 2x24GB --allow lora,precision"),
-        ("gpus=2&card=24GB&seq=&engine=&micro-batch=2", "--model 7b_mamba --gpus 2x24GB --micro-batch 2"),
-        ("gpus=2&card=24GB&effective_batch=1_024", "--model 7b_mamba --gpus 2x24GB --effective-batch 1024"),
+        ("gpus=2x8xA100-80GB", f"--model {MODEL} --gpus 2x8xA100-80GB"),
+        ("gpus=8&card=A100-80GB&nodes=2", f"--model {MODEL} --gpus 2x8xA100-80GB"),
+        ("gpus=1&card=24GB&nodes=1", f"--model {MODEL} --gpus 1x24GB"),
+        ("card=this", f"--model {MODEL} --gpus this"),
+        ("card=This&gpus=2", f"--model {MODEL} --gpus this --num-gpus 2"),
+        ("gpus=2&card=24GB&allow=lora&allow=precision,lora", f"--model {MODEL} --gpus 2x24GB --allow lora,precision"),
+        ("gpus=2&card=24GB&seq=&engine=&micro-batch=2", f"--model {MODEL} --gpus 2x24GB --micro-batch 2"),
+        ("gpus=2&card=24GB&effective_batch=1_024", f"--model {MODEL} --gpus 2x24GB --effective-batch 1024"),
         (
             "gpus=8&card=H100&nodes=2&network=8x400Gb&link=nvlink",
-            "--model 7b_mamba --gpus 2x8xH100 --network 8x400Gb --link nvlink",
+            f"--model {MODEL} --gpus 2x8xH100 --network 8x400Gb --link nvlink",
         ),
-        ("gpus=2&card=24GB&write=/etc&hostfile=/etc/passwd&nvme-path=/&file=x", "--model 7b_mamba --gpus 2x24GB"),
+        ("gpus=2&card=24GB&write=/etc&hostfile=/etc/passwd&nvme-path=/&file=x", f"--model {MODEL} --gpus 2x24GB"),
     ],
 )
 def test_an_address_is_a_command(query: str, command: str) -> None:
@@ -59,7 +96,7 @@ def test_a_measured_machine_is_a_card_by_the_name_of_its_file(monkeypatch: pytes
         plan_answer.offer_machine(tmp_path / "cluster.json")
     monkeypatch.setitem(plan_answer.OFFERED, "cluster.json", tmp_path / "cluster.json")
     named = asked("card=cluster.json&gpus=4").command()
-    assert named == f"tightfit plan --model 7b_mamba --gpus {tmp_path / 'cluster.json'} --num-gpus 4"
+    assert named == f"tightfit plan --model {MODEL} --gpus {tmp_path / 'cluster.json'} --num-gpus 4"
     monkeypatch.chdir(tmp_path)
     for word in ("other.json", "./cluster.json", f"{tmp_path}/cluster.json", "../x"):
         with pytest.raises(HardwareError, match="We know no card"):
@@ -126,4 +163,4 @@ def test_a_pasted_config_is_named_as_a_file_in_the_command() -> None:
 def test_the_form_shows_also_what_makes_no_sense() -> None:
     shown = fill_form([("seq", "abc"), ("gpus", "2x8xA100-80GB"), ("unknown", "1")])
     assert (shown["seq"], shown["nodes"], shown["gpus"], shown["card"]) == ("abc", "2", "8", "A100-80GB")
-    assert fill_form([])["model"] == "7b_mamba"
+    assert fill_form([])["model"] == MODEL

@@ -71,7 +71,11 @@ def test_a_tier_says_what_it_is_what_it_changes_and_what_the_search_would_do(vis
 
 @pytest.mark.parametrize(
     ("tier", "said"),
-    [("all", "--tier all is a comparison"), ("nonsense", "--tier"), ("stage2_ofload", "stage2_offload")],
+    [
+        ("all", "“Tier” all is a comparison: name one tier, or use tightfit plan --tier all"),
+        ("nonsense", "“Tier”"),
+        ("stage2_ofload", "stage2_offload"),
+    ],
 )
 def test_a_tier_that_cannot_be_is_one_sentence(tier: str, said: str, visitor: Any) -> None:
     answer = visitor.get(f"/plan/answer?{QUERY}&tier={tier}")
@@ -117,7 +121,7 @@ def test_the_largest_preset_that_fits(visitor: Any) -> None:
     ],
 )
 def test_the_most_of_what_makes_no_sense_is_one_sentence(query: str, said: str, visitor: Any) -> None:
-    assert said in visitor.get(f"/plan/most?{query}").json()["problem"]
+    assert said in visitor.get(f"/plan/most?{query}").json()["problem"]["text"]
 
 
 def test_every_word_that_the_scripts_name_is_there() -> None:

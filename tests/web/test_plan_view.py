@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -14,6 +15,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from visits import HTML, client
 
 from tightfit.cli import main
+from tightfit.hardware.catalogue import CARDS
+from tightfit.hardware.words import parse_hardware
 from tightfit.model.presets import PRESETS
-from tightfit.web.plan_answer import answer_to, guessed, read_address
+from tightfit.web.plan_answer import answer_to, card_word, guessed, read_address
 from tightfit.web.plan_drawing import draw
 from tightfit.web.plan_view import STATIC
 from tightfit.web.words import words
@@ -136,21 +140,137 @@ def test_the_page_is_whole_without_a_script(query: str, language: str, visitor: 
     assert wrong not in text.partition('<section id="files"')[0]
 
 
-def test_the_verdict_says_what_the_plan_says(visitor: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    report = said_by_the_command(FITS, capsys)
-    chosen = report["chosen"]
-    needs = f"{chosen['footprint']['gpu']['required_bytes'] / 2**30:.1f}"
-    found = re.search(r'id="verdict"[^>]*>([^<]+)<', visitor.get(f"/plan?{FITS}&lang=en").text)
+def card_of(page: str) -> str:
+    """The words of the card."""
+    card = page.partition('id="verdict"')[2].partition(">")[2].partition('<p id="said"')[0]
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", card)).split())
+
+
+def test_the_card_says_what_the_plan_says(visitor: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    query = f"{FITS}&max-steps=1000"
+    report = said_by_the_command(query, capsys)
+    chosen, pace = report["chosen"], report["chosen"]["pace"]
+    gpu, host = chosen["footprint"]["gpu"], chosen["footprint"]["host"]
+    needs, spare = gpu["required_bytes"] / 2**30, 24 - gpu["required_bytes"] / 2**30
+    card = card_of(visitor.get(f"/plan?{query}&lang=en").text)
+    for said in (
+        f"✓ Fits {chosen['strategy']} needs {needs:.1f} of 24.0 GiB on each of 2 GPUs.",
+        f"free per GPU {spare:.1f} GiB {spare / 24:.0%}",
+        f"RAM per node {host['peak_bytes_per_node'] / 2**30:.1f} / 64.0 GiB",
+        f"tokens per second {pace['tokens_per_s']:,.0f} ",
+        f"seconds per step {pace['step_s']:.2f} s {pace['low_s']:.2f}–{pace['high_s']:.2f}",
+        f"to finish {report['hours'] * 60:.0f} minutes",
+    ):
+        assert said in card
+    unsaid = visitor.get(f"/plan?{FITS}&lang=en").text
+    assert '<a class="how-long" href="#max-steps">how many steps?</a>' in unsaid
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        (TIGHT, "✗ Does not fit: not enough GPU memory"),
+        ("model=qwen2.5-7b&gpus=1&card=80GB&host-ram=16GB&engine=zero3&offload-optimizer=cpu", "not enough RAM"),
+    ],
+)
+def test_the_card_says_what_is_short(query: str, said: str, visitor: Any) -> None:
+    assert said in card_of(visitor.get(f"/plan?{query}&lang=en").text)
+
+
+def test_the_page_says_how_far_our_peaks_were_off(visitor: Any) -> None:
+    """The figures of the README, which are those of one file that both are made from."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"the (\d+) of them that were predicted before they were measured, at most ([\d.]+) %", readme)
     assert found is not None
-    assert found[1].startswith(f"Fits: needs {needs} of 24.0 GiB on each of 2 GPUs. {chosen['strategy']}, ")
-    assert f"{chosen['pace']['tokens_per_s']:,.0f} tokens a second" in found[1]
+    assert f"at most {found[2]} % on the {found[1]} that were predicted" in visitor.get(f"/plan?{FITS}&lang=en").text
 
 
 def test_where_no_pace_is_claimed_none_is_shown(visitor: Any) -> None:
     found = visitor.get("/plan?model=tiny_mamba&card=this&precision=fp32&effective-batch=8&lang=en").text
-    assert "<dt>tokens/s</dt><dd>–</dd>" in found
+    assert "tokens per second –" in card_of(found)
     assert "No pace is claimed" in found
-    assert not re.search(r"\d tokens a second|\d tokens/s|\d s a step", found)
+    assert not re.search(
+        r"\d tokens a second|\d</strong> <span class=\"quiet\">tokens/s|seconds per step",
+        found.partition('id="words"')[0],
+    )
+
+
+def test_every_way_that_is_shown_can_be_chosen(visitor: Any) -> None:
+    """By a link alone; and what comes back is that way, with the same bytes."""
+    ways = answer_to(read_address(parse_qsl(FITS)), advice=False).ways
+    page = html.unescape(visitor.get(f"/plan?{FITS}&lang=en").text)
+    links = re.findall(r'<a class="ask" href="/plan\?([^"]+)" aria-label="Choose this', page)
+    assert len(links) == len(ways) - 1
+    for way, link in zip(ways[1:], links, strict=True):
+        found = answer_to(read_address(parse_qsl(link)), advice=False)
+        assert found.ways[0].levers == way.levers
+        assert found.ways[0].footprint == way.footprint
+    page = html.unescape(visitor.get(f"/plan?{link}&lang=en").text)
+    back = re.search(r'<a class="ask" href="/plan\?([^"]+)">Back to the best', page)
+    assert back is not None
+    assert answer_to(read_address(parse_qsl(back[1])), advice=False).plan.chosen == ways[0]
+
+
+def test_two_ways_stand_side_by_side(visitor: Any) -> None:
+    first, other = answer_to(read_address(parse_qsl(FITS)), advice=False).ways[:2]
+    page = html.unescape(visitor.get(f"/plan?{FITS}&lang=en").text)
+    link = re.search(r'<a class="compare" [^>]*href="/plan\?([^"#]+)#compare"', page)
+    assert link is not None
+    table = html.unescape(visitor.get(f"/plan?{link[1]}&lang=en").text).partition('<section id="compare"')[2]
+    number = '<td class="number">([^<]+)</td>'
+    rows = re.findall(rf'<th scope="row">([^<]+)</th>{number}{number}', table)
+    totals = [row[1:] for row in rows if row[0] == "total"]
+    gib = [f"{way.footprint.gpu.required_bytes / 2**30:.1f}" for way in (first, other)]
+    assert list(totals[0]) == gib
+    assert list(totals[2]) == [f"{way.pace.step_s:.2f}" for way in (first, other)]
+    assert {"weights", "optimizer states", "arithmetic", "communication"} <= {row[0] for row in rows}
+    assert '<section id="compare"' not in visitor.get(f"/plan?{FITS}&compare=nonsense").text
+
+
+def test_a_link_means_the_same_on_another_machine(visitor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`this` and a measured machine are others' unknown: the link names cards, counts and RAM, and no token."""
+    here = parse_hardware("2xRTX4090", "128GB")
+    monkeypatch.setattr("tightfit.job.file.read_hardware", lambda *words, **sizes: here)
+    query = "model=1b_mamba&card=this&seq=512"
+    page = html.unescape(visitor.get(f"/plan?{query}&lang=zh").text)
+    link = re.search(r'copy-link" href="/plan\?([^"]+)"', page)
+    assert link is not None
+    assert dict(parse_qsl(link[1])) == {
+        "model": "1b_mamba", "gpus": "2", "card": "RTX4090", "host-ram": "128GB", "seq": "512"
+    }  # fmt: skip
+
+
+def test_every_card_has_a_word_that_others_understand() -> None:
+    assert [card for card in CARDS if parse_hardware(card_word(card.gpu)).gpu != card.gpu] == []
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("query", [FITS, TIGHT])
+def test_the_picture_stands_alone(query: str, language: str, visitor: Any) -> None:
+    answer = visitor.get(f"/plan/picture.svg?{query}&lang={language}")
+    assert answer.headers["content-type"] == "image/svg+xml"
+    read = ElementTree.fromstring(answer.text)  # noqa: S314 (ours)
+    words = [" ".join(each.itertext()) for each in read.iter("{http://www.w3.org/2000/svg}text")]
+    assert "tightfit" in words
+    assert any(word.startswith("1b_mamba (1.37B)") for word in words)
+    fits = {"en": ("Does not fit", "Fits"), "zh": ("放不下", "放得下")}[language][query == FITS]
+    assert any(fits in word for word in words)
+    assert "href" not in answer.text
+    assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", answer.text)
+
+
+def test_ways_that_are_equally_fast_are_marked_and_the_choice_is_explained(visitor: Any) -> None:
+    query = f"{FITS}&lang=en"
+    report = visitor.get(f"/plan/answer.json?{query}").json()
+    equal = [way["strategy"] for way in report["alternatives"] if way["as_fast_as_chosen"]]
+    assert equal
+    page = html.unescape(visitor.get(f"/plan/answer?{query}").text)
+    assert report["chosen_for"] in page
+    chosen, *rivals = page.split('<li class="way')[1:]
+    assert "≈" not in chosen
+    marked = [rival for rival in rivals if "≈ equally fast" in rival]
+    assert marked
+    assert all(any(f">{name}<" in "".join(each.split("\n")) for name in equal) for each in marked)
 
 
 def test_what_would_make_it_fit_comes_when_it_is_asked_for(visitor: Any) -> None:
@@ -161,6 +281,19 @@ def test_what_would_make_it_fit_comes_when_it_is_asked_for(visitor: Any) -> None
     then = visitor.get(f"/plan/answer?{query}&advice=1").text
     assert 'data-advised="1"' in then
     assert 'data-allow="' in then
+
+
+def test_what_would_make_it_fit_comes_before_the_bars_and_more_gpus_are_a_link(visitor: Any) -> None:
+    page = html.unescape(visitor.get(f"/plan?{TIGHT}&lang=en").text)
+    assert page.index("What would make it fit") < page.index('<ol class="ways">')
+    few = "model=1b_mamba&gpus=1&card=16GB&host-ram=8GB&engine=zero3&offload-optimizer=none&lang=en"
+    page = html.unescape(visitor.get(f"/plan?{few}").text)
+    needed = re.search(r"Without a change, (\d+) of these GPUs would do", page)
+    link = re.search(r'<a class="ask" href="/plan\?([^"]+)">Plan for', page)
+    assert needed is not None
+    assert link is not None
+    found = answer_to(read_address(parse_qsl(link[1])), advice=False).plan
+    assert (found.hardware.world, found.fits) == (int(needed[1]), True)
 
 
 def test_a_first_word_comes_from_the_last_answer(visitor: Any) -> None:
@@ -218,30 +351,33 @@ def test_the_saved_page_stands_alone(visitor: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "said", "field"),
     [
-        ("seq=abc", "--seq takes a whole number"),
-        ("seq=-5", "--seq must be a whole number of at least 1"),
-        ("seq=999999999999", "--seq must be at most"),
-        ("gpus=6&card=notacard", "We know no card"),
-        ("gpus=99999&card=24GB", "1 to 1024 GPUs"),
-        ("effective-batch=7&gpus=6&card=24GB", "use 6 or 12"),
-        ("margin=4", "--margin is a share"),
-        ("host-ram=lots&gpus=1&card=24GB", "lots"),
-        ("allow=everything&model=1b_mamba", "everything"),
-        ("model=no/such-model", "no preset"),
-        ("config=not json", "not JSON"),
-        ("method=lora&lora-rank=0", "--lora-rank must be a whole number of at least 1"),
-        ("engine=zero0&offload-optimizer=cpu", "--offload-optimizer cpu needs"),
+        ("seq=abc", "“Sequence length” takes a whole number", "seq"),
+        ("seq=-5", "“Sequence length” must be a whole number of at least 1", "seq"),
+        ("seq=999999999999", "“Sequence length” must be at most", "seq"),
+        ("gpus=6&card=notacard", "We know no card", "card"),
+        ("gpus=99999&card=24GB", "1 to 1024 GPUs", "gpus"),
+        ("gpus=many&card=24GB", "“GPUs per node” takes a whole number", "gpus"),
+        ("effective-batch=7&gpus=6&card=24GB", "use 6 or 12", "effective-batch"),
+        ("margin=4", "“GPU memory kept free” is a share", "margin"),
+        ("host-ram=lots&gpus=1&card=24GB", "lots", "host-ram"),
+        ("allow=everything&model=1b_mamba", "everything", "allow"),
+        ("model=no/such-model", "no preset", "model"),
+        ("config=not json", "not JSON", "config"),
+        ("method=lora&lora-rank=0", "“LoRA rank” must be a whole number of at least 1", "lora-rank"),
+        ("engine=zero0&offload-optimizer=cpu", "“Optimizer offload” cpu needs", ""),
     ],
 )
 def test_what_makes_no_sense_is_said_in_its_place(
-    query: str, said: str, visitor: Any, monkeypatch: pytest.MonkeyPatch
+    query: str, said: str, field: str, visitor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the words of the form, and at the field that is wrong."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     page = visitor.get(f"/plan?{query}&lang=en", headers=HTML)
     assert page.status_code == 400
     assert said in page.text
+    assert f'data-field="{field}"' in page.text
     assert '<form id="plan"' in page.text, "the form stays, to be put right"
     fragment = visitor.get(f"/plan/answer?{query}")
     assert fragment.status_code == 200, "a script shows it; the console has nothing to complain of"
@@ -264,8 +400,8 @@ def test_a_config_that_is_pasted_becomes_short(visitor: Any) -> None:
     answer = visitor.post("/plan/config", content=long).json()
     assert len(answer["config"]) < 1000
     assert json.loads(answer["config"]).keys() <= json.loads(CONFIG).keys()
-    assert "not JSON" in visitor.post("/plan/config", content="{").json()["problem"]
-    assert "not JSON" in visitor.post("/plan/config", content=b"\xff\xfe\x00").json()["problem"]
+    assert "not JSON" in visitor.post("/plan/config", content="{").json()["problem"]["text"]
+    assert "not JSON" in visitor.post("/plan/config", content=b"\xff\xfe\x00").json()["problem"]["text"]
     assert visitor.post("/plan/config", content=b"x" * (2**20 + 1)).status_code == 413
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from ui_load import READERS, drain, reader, spent_s
+from ui_load import READERS, credentials, drain, reader, spent_s
 
 import patience
 import warm_desk
@@ -43,13 +43,13 @@ def refused(*words: str, cwd: Path) -> str:
 
 
 class Visitor:
-    """A connection of its own, with the cookie of the link."""
+    """A connection of its own, with the token of the link."""
 
     def __init__(self, link: str) -> None:
         self.place = urlsplit(link)
         assert self.place.hostname
         assert self.place.port
-        self.cookie = f"tightfit_{self.place.port}={self.place.query.removeprefix('token=')}"
+        self.headers = credentials(link)
 
     def connection(self) -> http.client.HTTPConnection:
         assert self.place.hostname
@@ -58,7 +58,7 @@ class Visitor:
     def get(self, path: str) -> tuple[int, str]:
         made = self.connection()
         try:
-            made.request("GET", path, headers={"Cookie": self.cookie})
+            made.request("GET", path, headers=self.headers)
             answer = made.getresponse()
             return answer.status, answer.read().decode()
         finally:
@@ -68,7 +68,7 @@ class Visitor:
     def stream(self, run: str, last: str = "") -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
         made = self.connection()
         try:
-            headers = {"Cookie": self.cookie, **({"Last-Event-ID": last} if last else {})}
+            headers = {**self.headers, **({"Last-Event-ID": last} if last else {})}
             made.request("GET", f"/runs/stream?run={run}", headers=headers)
             answer = made.getresponse()
             assert answer.status == 200
@@ -113,7 +113,7 @@ def test_without_the_extra_one_sentence_names_it(tmp_path: Path) -> None:
     assert done.stderr == "tightfit: tightfit ui needs the packages of the page: pip install 'tightfit[web]'\n"
 
 
-def test_another_host_gets_a_warning(tmp_path: Path) -> None:
+def test_another_host_gets_a_warning_and_a_link_that_works_from_elsewhere(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*UI, "--host", "0.0.0.0"],  # noqa: S104
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
@@ -121,9 +121,12 @@ def test_another_host_gets_a_warning(tmp_path: Path) -> None:
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
-            link = re.search(r"http://\S+", process.stdout.readline())
-            assert link
-            assert Visitor(link[0]).get("/runs")[0] == 200
+            links = [re.search(r"http://\S+", process.stdout.readline()) for _ in range(2)]
+            assert all(links)
+            elsewhere, here = (Visitor(found[0]) for found in links if found)
+            assert here.place.hostname == "127.0.0.1"
+            assert elsewhere.place.hostname not in ("127.0.0.1", "0.0.0.0", None)  # noqa: S104
+            assert [visitor.get("/runs")[0] for visitor in (elsewhere, here)] == [200, 200]
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=10)
         finally:
@@ -138,7 +141,7 @@ def test_two_can_run_at_once_and_only_this_machine_is_listened_to(tmp_path: Path
         assert urlsplit(one).hostname == "127.0.0.1"
         assert Visitor(one).get("/runs")[0] == 200
         swapped = Visitor(one)
-        swapped.cookie = swapped.cookie.partition("=")[0] + "=" + Visitor(other).cookie.partition("=")[2]
+        swapped.headers = Visitor(other).headers
         assert swapped.get("/runs")[0] == 403
 
 
@@ -201,7 +204,8 @@ def test_a_long_paste_is_refused_without_being_read(tmp_path: Path) -> None:
         visitor = Visitor(link)
         assert visitor.place.hostname
         head = (
-            f"POST /diagnose/answer HTTP/1.1\r\nHost: 127.0.0.1:{visitor.place.port}\r\nCookie: {visitor.cookie}\r\n"
+            f"POST /diagnose/answer HTTP/1.1\r\nHost: 127.0.0.1:{visitor.place.port}\r\n"
+            f"Authorization: {visitor.headers['Authorization']}\r\n"
         ).encode()
         with socket.create_connection((visitor.place.hostname, visitor.place.port or 0), timeout=120) as made:
             made.sendall(head + b"Content-Length: 2147483648\r\n\r\n")
@@ -295,7 +299,7 @@ def test_ctrl_c_waits_for_nobody_who_sends_slowly(tmp_path: Path) -> None:
         visitor = Visitor(link)
         made = visitor.connection()
         made.putrequest("POST", "/diagnose/answer")
-        made.putheader("Cookie", visitor.cookie)
+        made.putheader("Authorization", visitor.headers["Authorization"])
         made.putheader("Content-Length", "100")
         made.endheaders(b"only a few")
         time.sleep(0.3)

@@ -85,7 +85,14 @@ def test_every_word_that_a_template_names_is_there() -> None:
 
 def test_every_word_that_a_script_names_is_there() -> None:
     static = TEMPLATES.parent / "static"
-    for script, branch in (("run.js", "run"), ("diagnose.js", "diagnose"), ("runs.js", "runs")):
+    for script, branch in (
+        ("run.js", "run"),
+        ("curves.js", "run"),
+        ("compare.js", "run"),
+        ("alerts.js", "alerts"),
+        ("diagnose.js", "diagnose"),
+        ("runs.js", "runs"),
+    ):
         for name in re.findall(r"\bwords\.([a-z_]+)", (static / script).read_text(encoding="utf-8")):
             assert name in words("en")[branch], f"{script}: {name}"
 

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -32,29 +32,34 @@ PATIENCE_S = 120.0
 """For whatever a page is about to show: the browser counts by the clock on the wall, and the machine may be busy."""
 
 
-def site(*roots: Path, host: str = "127.0.0.1") -> Site:
-    return Site(token=TOKEN, host=host, port=8741, roots=tuple(root.resolve() for root in roots))
+def site(*roots: Path, host: str = "127.0.0.1", control: bool = False) -> Site:
+    below = tuple(root.resolve() for root in roots)
+    return Site(token=TOKEN, host=host, port=8741, roots=below, has_control=control)
 
 
-def stranger(*roots: Path, host: str = "127.0.0.1") -> TestClient:
+def stranger(*roots: Path, host: str = "127.0.0.1", control: bool = False) -> TestClient:
     """Somebody without the token."""
-    here = site(*roots, host=host)
+    here = site(*roots, host=host, control=control)
     app = make_app(here, Hub())
     return TestClient(app, base_url="http://127.0.0.1:8741", follow_redirects=False)
 
 
-def client(*roots: Path) -> TestClient:
+def client(*roots: Path, control: bool = False) -> TestClient:
     """Somebody who has opened the link."""
-    made = stranger(*roots)
-    made.cookies.set("tightfit_8741", TOKEN)
+    made = stranger(*roots, control=control)
+    made.auth = ("tightfit", TOKEN)
     return made
 
 
 @contextmanager
-def served(*words: str, cwd: Path) -> Iterator[str]:
-    """A real `tightfit ui`: the printed link. Ctrl-C must end it well."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    process = warm_desk.Process("ui", "--no-open", *words, cwd=cwd, env=env)
+def served(
+    *words: str, cwd: Path, env: Mapping[str, str] | None = None, ranks: bool = False, told: str = ""
+) -> Iterator[str]:
+    """A real `tightfit ui`: the printed link. Ctrl-C must end it well. `env` with a BROWSER: it is opened;
+    `ranks`: what it starts is forked too; `told`: what it must have said of what was done."""
+    given = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+    quiet = () if env and "BROWSER" in env else ("--no-open",)
+    process = warm_desk.Process("ui", *quiet, *words, cwd=cwd, env=given, ranks=ranks)
     try:
         found = re.search(r"http://\S+", process.first_line())
         assert found, process.communicate()
@@ -62,7 +67,7 @@ def served(*words: str, cwd: Path) -> Iterator[str]:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)
         assert process.returncode == 0, f"exit code {process.returncode}: {errors}"
-        assert errors == "", errors
+        assert re.fullmatch(told, errors, re.DOTALL), errors
     finally:
         process.kill()
 
@@ -147,9 +152,15 @@ def opened(link: str, **context: Any) -> Iterator[Any]:
         page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.set_default_timeout(1000 * PATIENCE_S)
-        page.goto(link)
+        enter(page, link)
         yield page
-    assert complaints == []
+    assert complaints == [], complaints
+
+
+def enter(page: Any, link: str) -> None:
+    """Open a link with the token, and wait for the page that it leads to."""
+    page.goto(link)
+    page.wait_for_url(lambda place: "/enter?" not in place)
 
 
 def follow(page: Any, name: str) -> None:

@@ -32,7 +32,7 @@ USER_ERROR = 2
 INTERRUPTED = 130
 
 PLAIN_LETTERS = "tightfit-plain"
-STAND_INS = str.maketrans("█▓▒░▚▞│─×·←→…–−", "WGDOMA|-x-<>.--")
+STAND_INS = str.maketrans("█▓▒░▚▞│─×·←→…–−≈", "WGDOMA|-x-<>.--=")
 """For terminals without these characters: a picture's fills must still differ from each other."""
 
 

@@ -22,7 +22,7 @@ from tightfit.desk.estimate import price_config
 from tightfit.diagnose.catalogue import catalogue
 from tightfit.diagnose.judge import fixes_of, judge
 from tightfit.diagnose.predicted import MemoryPrediction, predict_failure, predict_training, predict_verdict
-from tightfit.diagnose.reading import is_binary
+from tightfit.diagnose.reading import is_printed, looks_like_log
 from tightfit.diagnose.verdict import Diagnosis, Evidence, Fix, LogSource, RankExit, Verdict
 from tightfit.formats.recognise import read_known_config
 from tightfit.inputs.spelling import nearest
@@ -46,6 +46,9 @@ def diagnose(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         question = _question(args, stack)
         found = judge(question.evidence) if _has_evidence(question.evidence) else Diagnosis(verdict=None)
+    logs, is_told = question.evidence.logs, bool(question.ending or question.evidence.exits)
+    if logs and not (is_told or found.verdict or found.also or any(map(is_printed, logs))):
+        raise ConfigError(Message("cli.not-printed", name=logs[0].name))
     found, expected = _predict(args, question, found)
     ending = question.ending
     if hasattr(args, "json"):
@@ -203,7 +206,7 @@ def _check_text(source: LogSource) -> None:
             pass
     except OSError as error:
         raise ConfigError(Message("cli.cannot-read", word=source.name, lower=say_why(error))) from None
-    if is_binary(source):
+    if not looks_like_log(source):
         raise ConfigError(Message("cli.not-a-log", name=source.name))
 
 

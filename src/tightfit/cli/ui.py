@@ -1,4 +1,7 @@
-"""`tightfit ui`: the page on this machine. It shows, and changes nothing. Ctrl-C ends it, with exit code 0."""
+"""`tightfit ui`: the page on this machine. It shows, and without --control it changes nothing.
+
+Ctrl-C ends it, with exit code 0.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +44,25 @@ def ui(argv: Sequence[str]) -> int:
     for word in getattr(args, "gpus", []):
         offer_machine(Path(word).expanduser())
     listening = listen(host, port)
-    site = Site(token=secrets.token_urlsafe(32), host=host, port=listening.getsockname()[1], roots=tuple(roots))
+    site = Site(
+        token=secrets.token_urlsafe(32),
+        host=host,
+        port=listening.getsockname()[1],
+        roots=tuple(roots),
+        has_control=hasattr(args, "control"),
+    )
     if not site.is_local:
         print(f"tightfit: {text('cli.warning-host-other', host=host)}", file=sys.stderr)
 
     def ready() -> None:
-        print(f"tightfit: {text('cli.page-at', link=site.link)}", flush=True)
+        for said, link in zip(("cli.page-at", "cli.page-here"), site.links, strict=False):
+            print(f"tightfit: {text(said, link=link)}", flush=True)
         print(f"tightfit: {text('cli.ctrl-c-ends')}", flush=True)
         if not hasattr(args, "no_open"):
             import webbrowser
 
             # A browser in the terminal would not return before it is left.
-            threading.Thread(target=webbrowser.open, args=(site.link,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(site.make_link(),), daemon=True).start()
 
     serve(site, listening, ready)
     return 0
@@ -60,10 +70,12 @@ def ui(argv: Sequence[str]) -> int:
 
 def parser() -> Parser:
     made = Parser(
-        "ui", "[--root DIR…] [--gpus FILE…] [--port N] [--host ADDRESS] [--no-open]", "tightfit ui --root runs"
+        "ui",
+        "[--root DIR…] [--gpus FILE…] [--port N] [--host ADDRESS] [--control] [--no-open]",
+        "tightfit ui --root runs",
     )
     made.add_argument("--root", metavar="DIR", nargs="+", action="extend", help=made.explain("root"))
     made.add_argument("--gpus", metavar="FILE", nargs="+", action="extend", help=made.explain("gpus"))
     made.add_argument("--port", metavar="N", help=made.explain("port"))
-    made.takes("host=ADDRESS no_open")
+    made.takes("host=ADDRESS control no_open")
     return made.ends_with("0", "2")

@@ -99,7 +99,7 @@ def compare(shape: ModelShape, levers: Levers, world: int, hardware: Hardware | 
     for engine, optimizer, param in STRATEGIES:
         tried = replace(levers, engine=engine, offload_optimizer=optimizer, offload_param=param)
         if not tried.streams:
-            tried = replace(tried, resident=0)
+            tried = replace(tried, resident=0, update="waits")
         try:
             check_layout(tried, shape, world)
             if tried.streams and not levers.streams:

@@ -14,7 +14,7 @@ from tightfit.desk.request import Request
 from tightfit.hardware.named import is_this
 from tightfit.inputs.flags import meant, spelt
 from tightfit.inputs.surroundings import is_installed
-from tightfit.inputs.versions import LLAMAFACTORY_VERSION, choose_deepspeed, find_installed, is_version
+from tightfit.inputs.versions import LLAMAFACTORY_VERSION, find_installed, is_version
 from tightfit.job import Job
 from tightfit.messages import Listing, Message, Said
 from tightfit.planner import Tiered, all_tiers, plan_tier, plan_within, question_of
@@ -23,9 +23,9 @@ from tightfit.planner.limits import Limit, largest_micro_batch, largest_model, l
 from tightfit.planner.plan import Bounds, Plan
 from tightfit.planner.saving import is_open
 from tightfit.planner.search import search, something_fits
-from tightfit.planner.trainers import NAMES, STARTS
-from tightfit.priced import amounts, strategy_name
-from tightfit.types import STAGES, Cluster, ConfigError, Trainer
+from tightfit.planner.trainers import NAMES
+from tightfit.priced import strategy_name
+from tightfit.types import STAGES, Cluster, ConfigError
 
 if TYPE_CHECKING:
     from tightfit.formats.llamafactory.read import Original
@@ -246,7 +246,7 @@ def write_plan(
         other = FOR_US if found.job.trainer != "tightfit" else f"--launcher {STARTS_ANY}"
         way = Message("desk.would-fit-with", flag=other) if narrow else way_out(found, Message("desk.how-far"))
         raise ConfigError(Message("desk.not-written", way=way))
-    answer = _each(answer, lambda plan: _explain(plan, target))
+    answer = _each(answer, _explain)
     return answer, write(render_plan(plan_of(answer), target), Path(request.write), request.force)
 
 
@@ -256,51 +256,16 @@ def files_of(plan: Plan, target: Target | None = None, *, original: Original | N
     target = target or target_of(Request(write=""))
     assert target is not None
     target = replace(target, original=original)
-    return render_plan(_explain(plan, target), target)
+    return render_plan(_explain(plan), target)
 
 
-def _explain(plan: Plan, target: Target) -> Plan:
-    """A plan for our own worker says on what it would train; and where another trainer cannot run it, so, and what a
-    plan for that would be."""
+def _explain(plan: Plan) -> Plan:
+    """A plan for our own worker says on what it would train."""
     if plan.job.trainer != "tightfit":
         return plan
     from tightfit.formats.worker.write import untrained
 
-    plan = replace(plan, because=(*plan.because, *untrained(plan.job)))
-    said = [sentence for trainer in STARTS if (sentence := _instead(plan, trainer, target))]
-    return replace(plan, because=(*plan.because, *said))
-
-
-def _instead(plan: Plan, trainer: Trainer, target: Target) -> Message | None:
-    """What `--for` would give; None: the trainer's own file does, or it cannot train this at all."""
-    from tightfit.formats.under import runs_under
-
-    if runs_under(trainer, plan, target):
-        return None
-    job = replace(plan.job, trainer=trainer, effective_batch=plan.effective_batch, tier=None)
-    free = {"engine", "offload_optimizer", "offload_param", "checkpointing", "loss", "scan", "deepspeed_version"}
-    version, _ = choose_deepspeed(plan.hardware, trainer, target.llamafactory_version)
-    pins = {name: value for name, value in job.levers.items() if name not in free}
-    job = replace(job, levers={**pins, "deepspeed_version": version})
-    bounds = Bounds(llamafactory_version=target.llamafactory_version, advice=False)
-    try:
-        found = plan_within(bounds, job, plan.shape, plan.hardware).chosen
-    except ConfigError:
-        return None
-    name, ours = NAMES[trainer], NAMES["tightfit"]
-    if found is None:
-        return Message("desk.nothing-for-other", ours=ours, other=name, trainer=trainer)
-    need, there = amounts(found.footprint.gpu.required_bytes, found.hardware.gpu.memory_bytes)
-    return Message(
-        "desk.way-for-other",
-        ours=ours,
-        other=name,
-        trainer=trainer,
-        way=strategy_name(found.levers),
-        need=need,
-        there=there,
-        pace=found.pace_words,
-    )
+    return replace(plan, because=(*plan.because, *untrained(plan.job)))
 
 
 def render_plan(plan: Plan, target: Target, job: Job | None = None) -> dict[str, str]:

@@ -6,10 +6,12 @@ A process that is killed says nothing. What it had announced before is then the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
+from tightfit.diagnose.gate import alternatives, longest_run
 from tightfit.job.known import KnownConfig
 
 Doing = Literal[
@@ -26,7 +28,7 @@ _ANNOUNCED: dict[Doing, bytes] = {
     rb"zero stage 3 optimizer|"
     rb"begin bf16_optimizer|reduce bucket size|deepspeedcpuadam|adam optimizer #\d|stage 3 initialize|"
     rb"using deepspeed optimizer|partition count|wrapping model|fsdp wrap",
-    "training": rb"running training|['\"]?(?:train_|lm_)?loss['\"]?\s*[:=]\s*['\"]?[\d.]|starting training|"
+    "training": rb"running training|loss['\"]?\s*[:=]\s*['\"]?[\d.]|starting training|"
     rb"training begin",
     "evaluating": rb"running (?:evaluation|prediction)|\bevaluat(?:ing|ion)\b|validation step",
     "saving": rb"saving (?:model )?checkpoint|saving model|\[torch\] saving|saving (?:optimizer|weights|state)|"
@@ -39,37 +41,37 @@ _ANNOUNCED: dict[Doing, bytes] = {
     "compiling": rb"building extension module|loading extension module|ninja: |jit compiling|torch_extensions",
     "nvme": rb"nvme|async_?io|swap_tensor|aio_handle|partitionedparam\w*swap",
 }
-_LINE = re.compile(b"|".join(b"(?P<%s>%s)" % (name.encode(), text) for name, text in _ANNOUNCED.items()))
+_PHRASES = tuple((name, phrase) for name, text in _ANNOUNCED.items() for phrase in alternatives(text.decode()))
+_RUNS = tuple(longest_run(phrase).encode() for _, phrase in _PHRASES)  # what each of them has to contain
 _STEP = re.compile(
     rb"""(?ix)
       (?<!\w)(?:global_?step|step|steps|iteration|iter)\s*['\"]?\s*[:=]?\s*\[?(?P<step>\d{1,12})(?!\d*\.\d)
     | epoch\W{0,3}\[?\d+\]?\W{0,3}(?P<of>\d{1,12})\s*/\s*\d+
     """
 )
-_EPOCH = re.compile(rb"(?i)['\"]?epoch['\"]?\s*[:=]?\s*['\"]?(\d+(?:\.\d+)?)")
+_EPOCH = re.compile(rb"epoch['\"]?\s*[:=]?\s*['\"]?(\d+(?:\.\d+)?)")
 _BAR = re.compile(
     rb"(?:^|\])(?P<label>[^\r\n|%\]]{0,80}?)\s*\d{1,3}%\|[^|\r\n]*\|\s*(?P<bar>\d{1,12})/(?P<of>\d{1,12})\s*\["
 )
-_NEAR = 8192
+_NEAR = (1024, 8192)
 _SHORT_BAR = 5  # a bar of fewer steps is rather one of files or shards
 _LOSS = re.compile(
-    rb"(?i)(?<![a-z])(?:train_|lm_|step_|avg_|mean_)?loss['\"]?\s*(?:[:=]|\bis\b)?\s*['\"]?(?:tensor\()?"
-    rb"(\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)"
+    rb"loss(?<![a-z]loss)['\"]?\s*(?:[:=]|\bis\b)?\s*['\"]?(?:tensor\()?(\d+(?:\.\d*)?(?:e[+-]?\d{1,3})?)"
 )
-_DONE = re.compile(
-    rb"""(?ix)
-      ['\"]train_runtime['\"] | \*{5}\ train\ metrics | training\ completed\.\ do\ not\ forget | exits?\ successfully
-    | return\ code\ =\ 0\b | job\ completed\ successfully | \btrial\ \d+\ finished\ with\ value
-    """
-)
+_DONE = (
+    rb"train_runtime['\"]", rb"\*\*\*\*\* train metrics", rb"training completed\. do not forget",
+    rb"exits? successfully", rb"return code = 0\b", rb"job completed successfully", rb"trial \d+ finished with value",
+)  # fmt: skip
 """Only a program that came to its end says this, or a search for settings that outlived one of its trainings."""
-_SAYS_DONE = re.compile(
-    rb"""(?ix)
-      training\ (?:is\ )?(?:finished|completed?|done|success) | (?:finished|completed?|done)\ training\b
-    | \brun\ finished | exit(?:ed)?\ (?:with\ )?(?:code|status)[:\s=]*0\b | \ball\ done\b
-    """
+_SAYS_DONE = (
+    rb"training (?:is )?(?:finished|completed?|done|success)", rb"finished training\b", rb"completed? training\b",
+    rb"done training\b", rb"run finished(?<=\brun finished)", rb"exit(?:ed)? (?:with )?(?:code|status)[:\s=]*0\b",
+    rb"all done(?<=\ball done)\b",
+)  # fmt: skip
+"""A script around it may say this in any case. All begin with plain letters, which are looked for quickly."""
+_DONE_PATTERNS, _SAYS_DONE_PATTERNS = (
+    tuple((longest_run(each.decode()).encode(), re.compile(each)) for each in every) for every in (_DONE, _SAYS_DONE)
 )
-"""A script around it may say this in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,32 +96,37 @@ class Signs:
 
 
 _ENOUGH = 3
-_NOT_FINITE = re.compile(rb"(?i)(?<![a-z_])-?(?:nan|inf)(?![a-z_])")
+_NOT_FINITE = re.compile(rb"(?<![a-z_])-?(?:nan|inf)(?![a-z_])")
 
 
-_DONE_WORDS = frozenset(
-    b"train_runtime metrics completed complete finished done success successfully exit exits exited code".split()
-)
+def lines_of(data: bytes) -> list[bytes]:
+    """The drawings of a progress bar are lines too."""
+    return data.replace(b"\r", b"\n").split(b"\n")
 
 
-def signs_in(data: bytes, words: Set[bytes] | None = None) -> Signs:
-    """Look for lines that only a living training prints. `words`: those of the text, where they are known."""
+def signs_in(data: bytes) -> Signs:
+    """Look for lines that only a living training prints."""
     steps: set[bytes] = set()
-    losses = 0
-    for line in re.split(rb"[\r\n]+", data) if b"oss" in data or b"%|" in data else ():
+    losses, data = 0, data.lower()
+    for line in lines_of(data) if b"loss" in data or b"%|" in data else ():
+        if losses >= 4 * _ENOUGH:  # more of them would say no more
+            return Signs(frozenset(steps), losses)
         if b"%|" in line:
             steps.update(bar["bar"] for bar in _bars(line))
             continue
-        loss = _LOSS.search(line)
-        if loss is None or _NOT_FINITE.search(line) or not float(loss[1]):
+        loss = _LOSS.search(line) if b"loss" in line else None
+        may_be_none = b"nan" in line or b"inf" in line
+        if loss is None or (may_be_none and _NOT_FINITE.search(line)) or not float(loss[1]):
             continue
         losses += 1
-        step, epoch = _STEP.search(line), _EPOCH.search(line)
+        step, epoch = _STEP.search(line), _EPOCH.search(line) if b"epoch" in line else None
         if step or epoch:
             steps.add((step["step"] or step["of"]) if step else epoch[1] if epoch else b"")
-    if words is not None and words.isdisjoint(_DONE_WORDS):
-        return Signs(frozenset(steps), losses)
-    return Signs(frozenset(steps), losses, _DONE.search(data) is not None, _SAYS_DONE.search(data) is not None)
+    finished, says_done = (
+        any([run in data and pattern.search(data) for run, pattern in every])
+        for every in (_DONE_PATTERNS, _SAYS_DONE_PATTERNS)
+    )
+    return Signs(frozenset(steps), losses, finished, says_done)
 
 
 def _bars(line: bytes) -> Iterator[re.Match[bytes]]:
@@ -132,23 +139,34 @@ def _bars(line: bytes) -> Iterator[re.Match[bytes]]:
 def last_doing(data: bytes) -> Doing | None:
     """The last thing that a text announces. It is mostly near the end, and looking for it takes a while."""
     data = data.lower()
-    for part in (data[-_NEAR:], data) if len(data) > _NEAR else (data,):
-        if found := list(_LINE.finditer(part)):
-            return found[-1].lastgroup  # type: ignore[return-value]
+    for part in (*(data[-near:] for near in _NEAR if near < len(data)), data):
+        likely = [number for number, run in enumerate(_RUNS) if run in part]
+        starts = [(match.start(), -number) for number in likely for match in _phrase(number).finditer(part)]
+        if starts:
+            return _PHRASES[-max(starts)[1]][0]
     return None
+
+
+@cache
+def _phrase(number: int) -> re.Pattern[bytes]:
+    """One phrase alone: all of them in one expression take ten times as long."""
+    return re.compile(_PHRASES[number][1].encode())
 
 
 def steps_in(data: bytes) -> int | None:
     """How many training steps a text shows to have been made; None: it shows none."""
-    best = None
-    for line in re.split(rb"[\r\n]+", data):
+    unnumbered = 0  # lines after the last one that says its number
+    for line in reversed(lines_of(data.lower())):
         if b"%|" in line:
-            best = max((int(bar["bar"]) for bar in _bars(line)), default=best)
-        elif _LOSS.search(line):
+            if numbers := [int(bar["bar"]) for bar in _bars(line)]:
+                return max(numbers) + unnumbered
+        elif b"loss" in line and _LOSS.search(line):
             step = _STEP.search(line)
             number = step and (step["step"] or step["of"])
-            best = int(number) if number else (best or 0) + 1
-    return best
+            if number:
+                return int(number) + unnumbered
+            unnumbered += 1
+    return unnumbered or None
 
 
 _DEVICE = rb"['\"]?\s*[:=]\s*\{?\s*['\"]?device['\"]?\s*[:=]\s*['\"]?(cpu|nvme)"

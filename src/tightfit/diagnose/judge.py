@@ -60,7 +60,7 @@ def judge(evidence: Evidence) -> Diagnosis:
     entries = catalogue()
     kernel = (LogSource(name=KERNEL, text="\n".join(evidence.kernel)),) if evidence.kernel else ()
     logs = (*evidence.logs, *kernel)
-    scans = [LogScan(source, index, entries) for index, source in enumerate(logs)]
+    scans = [LogScan(source, index, entries, is_only=len(logs) == 1) for index, source in enumerate(logs)]
     config = evidence.config or KnownConfig()
     if config.vendor == "unknown":  # cards that are known by their size alone
         config = replace(config, vendor=None)
@@ -293,7 +293,7 @@ def _join_lines(finding: LogFinding, entries: Catalogue) -> LogFinding | None:
             and any(found.start() < end - len(between) and end < found.end() for end in ends)
         }
         if fitting:
-            message = replace(finding.message, text=text, whole=text)
+            message = finding.message._replace(text=text, whole=text)
             symptoms = [*finding.symptoms, *fitting]
             return replace(finding, message=message, symptoms=symptoms, after=finding.after[len(lines) - 1 :])
     return None

@@ -17,9 +17,11 @@ before it on the line announces a failure.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from tightfit.diagnose.gate import Expression
 
 Level = Literal["debug", "info", "warning", "error"]
 MOST_LETTERS = 4000  # of a line that are looked at
@@ -80,8 +82,7 @@ _LEVELS: dict[str, Level] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class LogMessage:
+class LogMessage(NamedTuple):
     """A line without its prefixes."""
 
     number: int
@@ -100,12 +101,20 @@ def plain(data: bytes) -> str:
     """A line's bytes as text, without what would steer a terminal."""
     if len(data) > 4 * MOST_LETTERS and b"%|" in data:
         data = data[max(0, data.rindex(b"%|") - 8) :]  # bars whose `\\r` got lost: what counts comes after the last
-    text = data[: 4 * MOST_LETTERS].decode("utf-8", errors="replace")
-    return _STRANGE.sub(" ", text[:MOST_LETTERS]).rstrip()
+    text = data[: 4 * MOST_LETTERS].decode("utf-8", errors="replace")[:MOST_LETTERS]
+    return (text if text.isprintable() else _STRANGE.sub(" ", text)).rstrip()
 
 
 def message_of(line: str, number: int, rank: int | None = None, learnt: re.Pattern[str] | None = None) -> LogMessage:
     """Read and take off what stands before the message. `learnt`: a prefix that this log was seen to have."""
+    text, rank, stream, level = _read_prefixes(line, rank, learnt)
+    return LogMessage(number, text, line, rank, stream, level)
+
+
+@lru_cache(2048)  # ranks fall in the same lines, and again after each start
+def _read_prefixes(
+    line: str, rank: int | None, learnt: re.Pattern[str] | None
+) -> tuple[str, int | None, str, Level | None]:
     rest, streams, level = line, "", None
     if "%|" in rest:
         bar = _BAR.match(rest)
@@ -138,7 +147,7 @@ def message_of(line: str, number: int, rank: int | None = None, learnt: re.Patte
             rest = rest[stamp.end() :]
         else:
             break
-    return LogMessage(number, rest, line, rank, streams, level)
+    return rest, rank, streams, level
 
 
 _NO_PREFIX = re.compile(r"(?i)error|exception|fail|original|traceback|:\s+$")
@@ -159,6 +168,8 @@ def _level(word: str | None) -> Level | None:
     return _LEVELS.get(word.upper(), "error") if word else None
 
 
+_NEAR = 1024
+_TIME = re.compile(r":\d\d:\d\d")
 _DATED = re.compile(
     r"(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[T_ ](?P<t>\d\d:\d\d:\d\d)(?P<f>[.,]\d{1,6})?"
     r"|\b[IWEFC](?P<mo3>\d\d)(?P<d3>\d\d) (?P<t3>\d\d:\d\d:\d\d)(?P<f3>\.\d{1,6})?"
@@ -167,7 +178,10 @@ _DATED = re.compile(
 
 def moment_of(text: str) -> float | None:
     """The last date with a time in a text, as seconds. Zones are left alone: one run's logs share theirs."""
-    found = list(_DATED.finditer(text))
+    if not _TIME.search(text):
+        return None
+    near = text[text.rfind("\n", 0, max(0, len(text) - _NEAR)) + 1 :]  # where it mostly is
+    found = list(_DATED.finditer(near)) or list(_DATED.finditer(text))
     if not found:
         return None
     last = found[-1]
@@ -217,10 +231,11 @@ _RAISED = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt)(?:\(|:|$)|^(?:[a-z_]\w*\.)+[A-Z]\w+: "
 )
 """A line that begins with the name of an exception is the last one of a traceback."""
-HARMLESS = re.compile(
+HARMLESS = Expression(
     r"\baccepting this combination\b|^\s*(?:warnings?\.)?warn\(|"
     r"\b(?:will|can) be (?:safely )?ignored\b|\b(?:safely|simply) ignore\b|\bproceed(?:ing)? (?:anyway|without)\b|"
-    r"\bcontinu(?:e|ing) (?:anyway|without)\b"
+    r"\bcontinu(?:e|ing) (?:anyway|without)\b",
+    re.RegexFlag(0),
 )
 """A line that says of itself that the program goes on."""
 

@@ -51,12 +51,10 @@ class Traceback:
     chained: bool = False  # another one follows that was raised while this was handled
     follows: bool = False  # it is the one that follows
     headless: bool = False  # its beginning is not in the log: only what stands right under its frames ends it
+    indent: int = 1  # spaces before all of its lines, as in torchrun's summary; some loggers put one there in any case
 
-    @property
-    def indent(self) -> int:
-        """Spaces before all of its lines, as in torchrun's summary; some loggers put one before every line but the
-        first."""
-        return max(1, len(self.opened.text) - len(self.opened.head))
+    def __post_init__(self) -> None:
+        self.indent = max(1, len(self.opened.text) - len(self.opened.head))
 
     @property
     def place(self) -> str:
@@ -103,14 +101,17 @@ class Assembler:
             self.is_open = True
 
     def _stream(self, message: LogMessage) -> _Stream:
-        return self._streams.setdefault((message.stream, message.rank if message.stream else None), _Stream())
+        name = message.stream, message.rank if message.stream else None
+        if name not in self._streams:
+            self._streams[name] = _Stream()
+        return self._streams[name]
 
     def take(self, message: LogMessage) -> Traceback | None:
         """One line; what it completes."""
         stream = self._stream(message)
         text = message.text
         stream.since_last += 1
-        begins = HEADER.search(text) is not None
+        begins = "Traceback" in text and HEADER.search(text) is not None
         if begins:
             lower, last = text.lower(), stream.last
             inner = "original traceback" in lower or "(rank " in lower  # of a data loading worker, of another rank
@@ -128,16 +129,21 @@ class Assembler:
             stream.aside = True
         elif _CHAINED.match(text) and stream.last is not None:
             stream.last.chained = True
-        whole = None
-        if stream.open and not begins:
-            whole = self._inside(stream, message)
-        self.is_open = any(each.open for each in self._streams.values())
+        if begins:
+            self.is_open = True
+            return None
+        if not stream.open:
+            return None
+        whole = self._inside(stream, message)
+        if not stream.open:
+            self.is_open = any(each.open for each in self._streams.values())
         return whole
 
     def _inside(self, stream: _Stream, message: LogMessage) -> Traceback | None:
         text = message.text
-        is_deep = len(text) - len(message.head) > stream.open[0].indent
-        found = None if is_deep else _EXCEPTION.match(message.head)
+        head = text.lstrip()
+        is_deep = len(text) - len(head) > stream.open[0].indent
+        found = None if is_deep else _EXCEPTION.match(head)
         is_exception = False
         if found is not None and stream.frames:
             # `KeyError: 'x'`, `torch.cuda.OutOfMemoryError: …`, `queue.Empty`; not `note: …` and not a word alone.
@@ -212,7 +218,8 @@ def phase_of(frames: list[str]) -> PhaseName | None:
     text = "\n".join(frames)
     for phase, pattern in _OUTER:
         if pattern.search(text):
-            return phase
+            # No optimizer computes a loss: people call the function that trains on a batch `step`, too.
+            return "loss" if phase == "step" and _LOSS.search("\n".join(frames[-2:])) else phase
     if _LOSS.search("\n".join(frames[-8:])):
         return "loss"
     if _INIT.search(text) and not re.search(r"training_step|compute_loss|train_step", text):

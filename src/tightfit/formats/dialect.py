@@ -33,8 +33,6 @@ class PlanFile:
     write: Callable[[Plan, Target, Collection[str]], str | None]
     """Its text, beside those that were written before; None: this plan has none. A ConfigError says why it cannot say
     what the plan says."""
-    is_optional: bool = False
-    """Such a file is then left out, unless the launcher starts from it or the plan is for its trainer."""
     notes: Callable[[Plan, Target], Iterable[Said]] = lambda plan, target: ()  # what has to be known about it
     version: Callable[[Plan, Target], Said | None] = lambda plan, target: None
     """The release that it is written for, as the end of a sentence."""
@@ -67,7 +65,7 @@ class Dialect:
     """One outside program."""
 
     name: str  # the folder's; what `--kind` calls its files
-    trainer: Trainer | None = None  # the trainer that its files are for, where a plan can be for one
+    trainer: Trainer | None = None  # the trainer that its files are for, and no plan for another becomes them
 
     # --- recognising ---
     title: Said = ""  # whose files they are: DeepSpeed's

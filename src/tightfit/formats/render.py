@@ -1,7 +1,7 @@
 """A plan becomes files that other programs read: `render` makes the texts, `plan_folder.py` puts them on disk.
 
-A file that cannot say what the plan says is left out, and PLAN.md says why; unless it is the one that the
-launcher starts from, or DeepSpeed's own, without which there is nothing to start: then it is an error.
+There are those that the plan's trainer and launcher read, and no others: what another trainer would hold in memory is
+another plan. A file that cannot say what the plan says is an error.
 
 PLAN.md is the plan for people: what was chosen and why, what else there was, and how to start it. It says nothing that
 the plan does not hold, and no date or path of a machine: rendered twice it is the same file.
@@ -10,7 +10,7 @@ the plan does not hold, and no date or path of a machine: rendered twice it is t
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 from tightfit.formats.dialect import dialects, launchers
 from tightfit.formats.kubernetes.write import PLACEHOLDERS
@@ -25,30 +25,23 @@ from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
 from tightfit.planner.trainers import NAMES
 from tightfit.priced import GIB, amounts, billions, seconds_words, strategy_name, training_words
-from tightfit.types import ConfigError
 
 
 def render(plan: Plan, target: Target) -> dict[str, str]:
     """Every file of a plan, by name."""
     files: dict[str, str] = {}
-    left_out: dict[str, Said] = {}
-    starts_from = launchers()[launcher_of(plan, target)].needs
     for dialect in dialects():
+        if dialect.trainer not in (None, plan.job.trainer):  # whose bytes are others than the plan's
+            continue
         for file in dialect.files:
-            try:
-                text = file.write(plan, target, files)
-            except ConfigError as error:
-                if not file.is_optional or file.name == starts_from or dialect.trainer == plan.job.trainer:
-                    raise
-                left_out[file.name] = error.said
-            else:
-                files |= {} if text is None else {file.name: text}
-    files["PLAN.md"] = plan_md(plan, target, files, left_out)
+            if (text := file.write(plan, target, files)) is not None:
+                files[file.name] = text
+    files["PLAN.md"] = plan_md(plan, target, files)
     return files
 
 
-def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, Said] | None = None) -> str:
-    """The reasons of a plan. `left_out` says for each file that could not be written why not."""
+def plan_md(plan: Plan, target: Target, files: Collection[str]) -> str:
+    """The reasons of a plan."""
     changes, job = require_way(plan).changes, plan.job
     said = Message("planfile.changes-allowed")
     if job.tier is not None:
@@ -69,7 +62,7 @@ def plan_md(plan: Plan, target: Target, files: Collection[str], left_out: Mappin
         *_bullets(text("planfile.why"), why),
         *_alternatives(plan),
         *_start(plan, target, files),
-        *_files(plan, target, files, left_out or {}),
+        *_files(plan, target, files),
         text("planfile.variables"),
         "\n".join(variables),
         *_bullets(text("planfile.assumed"), _assumptions(plan)),
@@ -119,7 +112,7 @@ def _alternatives(plan: Plan) -> Iterator[str]:
     for way in ways:
         levers = way.levers
         cells = (
-            text("planfile.chosen") if way is plan.chosen else "",
+            text("planfile.chosen") if way is plan.chosen else text("planfile.as-fast") if way.is_as_fast else "",
             strategy_name(levers),
             checkpointing_word(levers.checkpointing),
             levers.loss,
@@ -166,25 +159,23 @@ def _start(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
         yield text("planfile.data", data=shlex.quote(job.data.path), output=shlex.quote(job.saving.folder))
 
 
-def _files(plan: Plan, target: Target, files: Collection[str], left_out: Mapping[str, Said]) -> Iterator[str]:
-    known = [file for dialect in dialects() for file in dialect.files]
-    written = [file for file in known if file.name in files]
-    rows = [text("planfile.files-head"), "|---|---|"]
-    for file in known:
-        if file.name in files:
-            rows.append(f"| `{file.name}` | {file.what} |")
-        elif file.name in left_out:
-            rows.append(text("planfile.left-out", name=file.name, why=_cell(left_out[file.name])))
+def _files(plan: Plan, target: Target, files: Collection[str]) -> Iterator[str]:
+    written = [file for dialect in dialects() for file in dialect.files if file.name in files]
+    rows = [text("planfile.files-head"), "|---|---|", *(f"| `{file.name}` | {file.what} |" for file in written)]
     yield text("planfile.files")
     yield "\n".join([*rows, text("planfile.this-page")])
+    if plan.job.trainer == "tightfit":
+        yield text("planfile.for-another-trainer")
     for file in written:
         if notes := file.notes(plan, target):
             yield text("planfile.about-file", name=file.name)
             yield "\n".join(f"- {_sentence(note)}" for note in notes)
     # Each file has its readers; one environment may not hold them all.
     versions = [(file.name, file.version(plan, target)) for file in written]
-    yield text("planfile.versions")
-    yield "\n".join(text("planfile.version", name=name, version=version) for name, version in versions if version)
+    lines = [text("planfile.version", name=name, version=version) for name, version in versions if version]
+    if lines:
+        yield text("planfile.versions")
+        yield "\n".join(lines)
 
 
 def _assumptions(plan: Plan) -> Iterable[Said]:

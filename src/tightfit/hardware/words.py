@@ -205,6 +205,12 @@ def recognise(name: str, memory_bytes: int | None) -> tuple[Gpu | None, Message 
 # --- the counts ---------------------------------------------------------------------------------
 
 
+def split_counts(word: str) -> tuple[list[int], str]:
+    """How many nodes and GPUs a word names before its card, as far as it does, and the card: `2x8xA100` → [2, 8]."""
+    counts, card = _split(_plain(word))
+    return [int(count) for count in counts if len(count) <= 9], card
+
+
 def _split(word: str) -> tuple[list[str], str]:
     """The counts before the card, and the card. `7900 XTX` is a card, not 7900 of something."""
     splits: list[tuple[list[str], str]] = [([], word)]

@@ -16,10 +16,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tightfit.inputs.layouts import check_layout
 from tightfit.inputs.spelling import nearest
-from tightfit.messages import Choice, Message
+from tightfit.messages import Choice, Listing, Message
 from tightfit.types import (
     DDP,
     PARTS,
+    STREAM,
     ZERO3,
     Buckets,
     Checkpointing,
@@ -160,9 +161,12 @@ def check_levers(levers: Levers, shape: ModelShape, world: int | None = None) ->
             most = Message("inputs.at-most", most=lever.most)
             raise ConfigError(Message("inputs.flag-must-be", flag=spelt(lever.flag), must=most, value=value))
     engine, optimizer, param = levers.engine, levers.offload_optimizer, levers.offload_param
-    nvme = "--offload-optimizer" if optimizer == "nvme" else "--offload-param" if param == "nvme" else None
-    if nvme and engine != ZERO3:
-        raise ConfigError(Message("inputs.nvme-needs-zero3", flag=nvme, engine=engine))
+    reading = {"--offload-optimizer": (optimizer, (ZERO3, STREAM)), "--offload-param": (param, (ZERO3,))}
+    for flag, (place, engines) in reading.items():
+        if place == "nvme" and engine not in engines:
+            raise ConfigError(
+                Message("inputs.nvme-needs-engine", flag=flag, engine=engine, engines=Listing(engines, "or"))
+            )
     if param != "none" and not (levers.shards_parameters or levers.streams):
         raise ConfigError(Message("inputs.param-needs-sharding", place=param, engine=engine))
     if optimizer != "none" and levers.shards_nothing:

@@ -219,8 +219,8 @@ def find_stream_obstacle(levers: Levers, nodes: int = 1) -> Message | None:
     """Why layers cannot come to the GPU in turn, or nothing else may be said of where they rest."""
     flag = f"--engine {levers.engine}"
     if not levers.streams:
-        asked = {"--resident": levers.resident, "--states": levers.states}
-        said = next((name for name, value in asked.items() if value not in (0, "fp32")), None)
+        asked = {"--resident": levers.resident, "--states": levers.states, "--update": levers.update}
+        said = next((name for name, value in asked.items() if value not in (0, "fp32", "waits")), None)
         return Message("inputs.layout-needs-engine", flag=said, size=asked[said], engine=STREAM) if said else None
     if levers.trainer != "tightfit":
         return Message("inputs.layout-is-ours", flag="--engine", size=levers.engine)
@@ -229,13 +229,17 @@ def find_stream_obstacle(levers: Levers, nodes: int = 1) -> Message | None:
     trained = levers.method == "full"  # what adapters have lies on the GPU, as under ddp
     apart = {
         "--sequence-parallel": levers.sequence_parallel > 1,
-        f"--offload-optimizer {levers.offload_optimizer}": levers.offload_optimizer != "none",
+        f"--offload-optimizer {levers.offload_optimizer}": levers.offload_optimizer != "none"
+        and not (trained and levers.offload_optimizer == "nvme"),
         f"--offload-param {levers.offload_param}": levers.offload_param != "none",
         f"--optimizer {levers.optimizer}": levers.optimizer == "adafactor" or (trained and levers.optimizer != "adamw"),
         "--no-master-weights --precision fp16": levers.precision == "fp16" and not levers.master_weights,
     }
     for other in (other for other, is_said in apart.items() if is_said):
         return Message("inputs.layouts-apart", one=flag, other=other)
+    if levers.update == "ahead" and (not trained or levers.offload_optimizer != "none"):
+        other = f"--offload-optimizer {levers.offload_optimizer}" if trained else f"--method {levers.method}"
+        return Message("inputs.layouts-apart", one="--update ahead", other=other)
     if levers.states != "fp32" and not trained:
         return Message("inputs.states-of-adapters", states=levers.states, method=levers.method)
     return None

@@ -21,7 +21,7 @@ from tightfit.messages import Message, Said
 from tightfit.model import families
 from tightfit.model.families import NotByName, did_you_mean
 from tightfit.model.families.reader import MAX_SIZE
-from tightfit.model.presets import CHECKPOINTS, DRAWN_STD, PRESETS, find_checkpoint
+from tightfit.model.presets import CHECKPOINTS, DRAWN_STD, PRESETS, PUBLISHED, find_checkpoint
 from tightfit.types import ConfigError, ModelError, ModelShape
 
 HUB_TIMEOUT_S = 10
@@ -87,6 +87,8 @@ def find_config(word: str) -> FoundConfig:
     known = find_checkpoint(name)
     if known is None:
         return FoundConfig(name, _read_json(_fetch(name), name))
+    if known in PUBLISHED:
+        return FoundConfig(known, PUBLISHED[known], (Message("model.published"),))
     # A public model that has a preset's shape, under its own name.
     checkpoint = CHECKPOINTS[known]
     config = PRESETS[checkpoint.preset].config

@@ -5,7 +5,8 @@ count, so that the screen can say both. Vocabularies and tied embeddings are tho
 
 Public checkpoints that have a preset's shape are in `CHECKPOINTS`: their ids need no network, also where the licence
 is gated. Only those are there whose published config gives the same tensors; what may differ beside is the number of
-positions, which is said.
+positions, which is said. `PUBLISHED` has other models that people ask for by id, each with its config, so that a family
+is there in all its sizes.
 """
 
 from __future__ import annotations
@@ -59,6 +60,18 @@ def _qwen2(*sizes: int, tied: bool = False) -> Mapping[str, object]:
     return _transformer("qwen2", *sizes, tied=tied, **more)
 
 
+def _qwen3(*sizes: int, tied: bool = False) -> Mapping[str, object]:
+    more = {"hidden_act": "silu", "use_sliding_window": False, "head_dim": 128, "rope_theta": 1_000_000.0}
+    return _transformer("qwen3", 151_936, *sizes, 40_960, tied=tied, **more)
+
+
+def _llama3(*sizes: int, factor: float = 8.0, tied: bool = False) -> Mapping[str, object]:
+    rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    more = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+    scaling = {**rope, "original_max_position_embeddings": 8192}
+    return {**_transformer("llama", 128_256, *sizes, 131_072, tied=tied, **more), "rope_scaling": scaling}
+
+
 _TINY_VOCAB = 512  # room for a byte-level tokenizer and its special tokens
 
 PRESETS: Mapping[str, Preset] = {
@@ -81,24 +94,7 @@ PRESETS: Mapping[str, Preset] = {
     "qwen1.5-1.8b": Preset(_qwen2(151_936, 2048, 5504, 24, 16, 16, 32_768), "Qwen/Qwen1.5-1.8B", "1.8B"),
     "qwen2.5-7b": Preset(_qwen2(152_064, 3584, 18_944, 28, 28, 4, 131_072), "Qwen/Qwen2.5-7B", "7B"),
     "qwen2.5-32b": Preset(_qwen2(152_064, 5120, 27_648, 64, 40, 8, 131_072), Message("model.qwen-32b"), "32B"),
-    "llama-3.1-8b": Preset(
-        _transformer(
-            *("llama", 128_256, 4096, 14_336, 32, 32, 8, 131_072),
-            tied=False,
-            hidden_act="silu",
-            rms_norm_eps=1e-5,
-            rope_theta=500_000.0,
-            rope_scaling={
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-        ),
-        "meta-llama/Llama-3.1-8B",
-        "8B",
-    ),
+    "llama-3.1-8b": Preset(_llama3(4096, 14_336, 32, 32, 8), "meta-llama/Llama-3.1-8B", "8B"),
     "gemma-3-27b": Preset(
         _transformer(
             *("gemma3_text", 262_208, 5376, 21_504, 62, 32, 16, 131_072),
@@ -138,7 +134,41 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
 }
 """By Hugging Face id. The first of a preset is the checkpoint that the preset describes."""
 
-_SPELT = {name.lower(): name for name in CHECKPOINTS}
+_QWEN25 = {
+    "0.5B": (151_936, 896, 4864, 24, 14, 2, 32_768),
+    "1.5B": (151_936, 1536, 8960, 28, 12, 2, 131_072),
+    "3B": (151_936, 2048, 11_008, 36, 16, 2, 32_768),
+    "14B": (152_064, 5120, 13_824, 48, 40, 8, 131_072),
+    "72B": (152_064, 8192, 29_568, 80, 64, 8, 131_072),
+}
+_QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16, 8),
+    "1.7B": (2048, 6144, 28, 16, 8),
+    "4B": (2560, 9728, 36, 32, 8),
+    "8B": (4096, 12_288, 36, 32, 8),
+    "14B": (5120, 17_408, 40, 40, 8),
+    "32B": (5120, 25_600, 64, 64, 8),
+}
+_LLAMA = {
+    "3.2-1B": _llama3(2048, 8192, 16, 32, 8, factor=32.0, tied=True),
+    "3.2-3B": _llama3(3072, 8192, 28, 24, 8, factor=32.0, tied=True),
+    "3.1-70B": _llama3(8192, 28_672, 80, 64, 8),
+}
+
+PUBLISHED: Mapping[str, Mapping[str, object]] = {
+    **{f"Qwen/Qwen2.5-{size}": _qwen2(*sizes, tied=sizes[1] < 3000) for size, sizes in _QWEN25.items()},
+    **{
+        f"Qwen/Qwen2.5-{size}-Instruct": {**_qwen2(*sizes, tied=sizes[1] < 3000), **_SHORT}
+        for size, sizes in _QWEN25.items()
+    },
+    **{f"Qwen/Qwen3-{size}": _qwen3(*sizes, tied=sizes[0] < 3000) for size, sizes in _QWEN3.items()},
+    **{f"meta-llama/Llama-{size}": config for size, config in _LLAMA.items()},
+    **{f"meta-llama/Llama-{size}-Instruct": config for size, config in _LLAMA.items()},
+    "meta-llama/Llama-3.3-70B-Instruct": _LLAMA["3.1-70B"],
+}
+"""By Hugging Face id, other models than those of `CHECKPOINTS`."""
+
+_SPELT = {name.lower(): name for name in (*CHECKPOINTS, *PUBLISHED)}
 
 
 def find_checkpoint(word: str) -> str | None:

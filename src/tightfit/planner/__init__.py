@@ -113,7 +113,8 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
     spared: tuple[Said, ...] = ()
     if chosen is not None and not changed:
         found, chosen, spared = _spare_compiling(job, question, found, chosen)
-    others = reasons.in_order(way for way in found.ways if way is not chosen)
+    others = reasons.in_order(reasons.mark_equal(chosen, (way for way in found.ways if way is not chosen)))
+    chosen_for = "" if chosen is None else reasons.chosen_for(chosen, others)
     if chosen is not None:
         chosen = replace(
             chosen,
@@ -133,6 +134,7 @@ def answer_question(job: Job, question: Question, said: tuple[Said, ...] = (), *
         because=(),
         hours=None if chosen is None else reasons.hours(job, question.effective_batch, chosen),
         unproven=reasons.unproven(question.hardware),
+        chosen_for=chosen_for,
     )
     if faster is not None and not changed:
         answer = replace(answer, remedies=(faster,))

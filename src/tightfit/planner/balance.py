@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from tightfit.memory import Scale
+from tightfit.memory import Scale, Totals, fullest_of
+from tightfit.memory.pipeline import Stage, lay_out
 from tightfit.memory.stages import split_layers
-from tightfit.pace import time_row
+from tightfit.pace import RowTime, time_row
 from tightfit.planner.candidates import Corner
 from tightfit.planner.ladder import Ladder
-from tightfit.planner.question import Question, excess_bytes, weigh
+from tightfit.planner.question import Question, excess_bytes, excess_of, totals_tell, weigh
 from tightfit.types import Levers
 
 MANY_STAGES = 8  # above which not every pair of them is tried
@@ -83,25 +83,47 @@ def _has_room(question: Question, scale: Scale, levers: Levers) -> bool:
 
 def balance(question: Question, levers: Levers) -> Cut:
     """The best that moving layers leads to; it may still lack room."""
-    best = _price(question, levers, list(map(len, split_layers(question.shape, levers))))
+    priced = _Priced(question, levers)
+    best = priced.cut(list(map(len, split_layers(question.shape, levers))))
     while True:
         moves = _moves(list(best.levers.layer_counts), best.giver, levers.pipeline_parallel)
-        better = min((_price(question, levers, moved) for moved in moves), key=lambda cut: cut.rank, default=best)
+        better = min(map(priced.cut, moves), key=lambda cut: cut.rank, default=best)
         if better.rank >= best.rank:
             return best
         best = better
 
 
-def _price(question: Question, levers: Levers, counts: list[int]) -> Cut:
-    levers = replace(levers, stage_layers=",".join(map(str, counts)))
-    footprint = weigh(question, levers)
-    excess = excess_bytes(question, footprint)
-    step_s, times = time_row(question.shape, levers, question.hardware)
-    slowest = max(times, key=lambda each: each.whole)
-    every = sorted((each.whole for each in times for _ in range(each.alike)), reverse=True)
-    fullest = footprint.pipeline_gpu
-    assert fullest is not None
-    return Cut(levers, excess, step_s, tuple(every), fullest if excess else slowest.place)
+class _Priced:
+    """Splits of one way's layers. A GPU with the same layers is weighed and timed once, whichever splits have it."""
+
+    def __init__(self, question: Question, levers: Levers) -> None:
+        self.question, self.levers = question, levers
+        self.weighed: dict[tuple[Stage, ...], Totals] = {}
+        self.timed: dict[tuple[Stage, ...], RowTime] = {}
+
+    def cut(self, counts: list[int]) -> Cut:
+        levers = self.levers.change(stage_layers=",".join(map(str, counts)))
+        excess, fullest = self.weigh(levers)
+        step_s, times = time_row(self.question.shape, levers, self.question.hardware, self.timed)
+        slowest = max(times, key=lambda each: each.whole)
+        every = sorted((each.whole for each in times for _ in range(each.alike)), reverse=True)
+        return Cut(levers, excess, step_s, tuple(every), fullest if excess else slowest.place)
+
+    def weigh(self, levers: Levers) -> tuple[int, int]:
+        """The bytes that are missing, and the place of the fullest GPU."""
+        question = self.question
+        if not totals_tell(question):
+            footprint = weigh(question, levers)
+            assert footprint.pipeline_gpu is not None
+            return excess_bytes(question, footprint), footprint.pipeline_gpu
+        row = lay_out(question.shape, levers)
+        for gpu in row:
+            if gpu.stages not in self.weighed:
+                scale = Scale(question.shape, levers, question.hardware, (gpu,))
+                self.weighed[gpu.stages] = scale.totals(levers.checkpointing)
+        totals = [self.weighed[gpu.stages] for gpu in row]
+        fullest = max(range(len(row)), key=lambda at: totals[at].required)
+        return excess_of(question, fullest_of(totals)), row[fullest].place
 
 
 def _moves(counts: list[int], giver: int, gpus: int) -> Iterator[list[int]]:

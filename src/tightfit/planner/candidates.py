@@ -6,10 +6,11 @@ is left out: `ladder.py` searches it.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,9 @@ from tightfit.inputs.flags import (
     released_at_once,
 )
 from tightfit.inputs.layouts import find_group_obstacle, find_stream_obstacle
+from tightfit.memory import Scale
 from tightfit.memory.optimizers import EIGHT_BIT
+from tightfit.memory.units import BUFFERS, units_of, updates_ahead
 from tightfit.messages import Listing, Message
 from tightfit.pace import KernelChoice
 from tightfit.pace.work import ELEMENTWISE
@@ -70,6 +73,7 @@ STRATEGIES: tuple[tuple[Engine, Offload, Offload], ...] = (
     ("zero3", "nvme", "cpu"),
     ("zero3", "nvme", "nvme"),
     (STREAM, "none", "none"),
+    (STREAM, "nvme", "none"),
 )
 """Engine, place of the optimizer's states, place of the weights; the simpler ones first."""
 
@@ -88,6 +92,7 @@ one parameter and the start of the next: a checkpoint that has each parameter on
 
 SMALL_BUCKETS = (200_000_000, 50_000_000)  # elements of ZeRO's buckets, beside DeepSpeed's own 500 million
 FEW = 2  # parts of a layer that run again: elementwise work and one more
+FILLED = 0.9  # of the host's RAM, where more of it makes a step faster: the system wants the rest
 LONG_TOKENS = 16_384  # of a sequence whose activations outweigh what it costs to hold fewer of them
 MOST_MICRO = 256  # sequences in one forward pass: long before that a GPU is busy, and more only take memory
 FRUGAL: dict[str, Any] = {
@@ -119,12 +124,17 @@ class Corner:
         is_light = self.rest.compile == "layers" and depth.select == ELEMENTWISE and not depth.offload
         if not partial or is_light:
             return 0, n_layers
-        return (*range(n_layers - depth.offload), n_layers)
+        return _every_depth(n_layers, sends=depth.offload)
 
     @cached_property
     def levers(self) -> Levers:
         """With full checkpointing, or with what was pinned. Most corners are timed alone, and need no levers."""
         return self.choice.over(self.rest)
+
+
+@lru_cache(maxsize=64)
+def _every_depth(n_layers: int, *, sends: bool) -> tuple[int, ...]:
+    return (*range(n_layers - sends), n_layers)
 
 
 def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = True) -> list[Levers]:
@@ -141,6 +151,9 @@ def strategies(base: Levers, pinned: Pinned, hardware: Hardware, ours: bool = Tr
             continue
         if _runs(levers, hardware, ours=ours):
             ways += [replace(levers, shard_within=size) for size in _group_sizes(levers, pinned, hardware)]
+        ahead = replace(levers, update="ahead")
+        if updates_ahead(ahead) and "update" not in pinned and _runs(ahead, hardware, ours=ours):
+            ways.append(ahead)
     return ways
 
 
@@ -226,7 +239,10 @@ def corners(
     searched = is_searched(base, pinned)
     share = effective_batch // base.data_ranks(hardware.world)
     attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware, trainer)
-    choices = [KernelChoice(*each) for each in product(attentions, scans, bucket_choices(base, pinned, hardware))]
+    buckets = bucket_choices(base, pinned, hardware)
+    if base.streams and base.offload_optimizer == "nvme" and "buckets" not in pinned:
+        buckets = _room_for_states(shape, base, hardware)
+    choices = [KernelChoice(*each) for each in product(attentions, scans, buckets)]
     losses: tuple[Loss, ...] = ("plain", "fused")
     if "loss" in pinned:
         losses = (base.loss,)
@@ -235,17 +251,17 @@ def corners(
     speeds = {choice: _speeds(shape, choice.over(base), pinned, hardware, trainer) for choice in choices}
     for micro in _micro_batches(base, pinned, share):
         for loss in losses:
-            levers = replace(base, micro_batch=micro, accumulation=share // micro, loss=loss, compile="off")
+            levers = base.change(micro_batch=micro, accumulation=share // micro, loss=loss, compile="off")
             with suppress(UserError):
                 # of which neither kernels nor buckets make a difference; what needs a compiler `_speeds` knows
-                check_levers(replace(levers, checkpointing=replace(levers.checkpointing, offload=False)), shape)
+                check_levers(levers.change(checkpointing=replace(levers.checkpointing, offload=False)), shape)
                 every = {how: None for each in speeds.values() for how in each}
                 fastest = max([how[0] for how in every], default="off", key=("off", "layers").index)
                 ways = {
                     how: _cut_mlps(
                         _list_depths(
                             shape,
-                            replace(levers, compile=how[0], kernels=how[1]),
+                            levers.change(compile=how[0], kernels=how[1]),
                             pinned,
                             hardware,
                             tries_parts=how == (fastest, "plain") and trainer.selects_on(hardware),
@@ -308,14 +324,14 @@ def _list_depths(
             is_worth_sending = asked or len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}
             if can_send and is_worth_sending:
                 found.append(Checkpointing(layers=None, select=parts, offload=True))
-    return [replace(levers, checkpointing=each) for each in found]
+    return [levers.change(checkpointing=each) for each in found]
 
 
 def _cut_mlps(ways: list[Levers], shape: ModelShape, pinned: Pinned) -> list[Levers]:
     """As they are and, where sequences are long, with tiles as well."""
     if "mlp" in pinned:
         return [way for way in ways if way.mlp == "plain" or find_tiling_obstacle(way, shape) is None]
-    tiled = [replace(way, mlp="tiled") for way in ways if way.sequence >= LONG_TOKENS]
+    tiled = [way.change(mlp="tiled") for way in ways if way.sequence >= LONG_TOKENS]
     return [*ways, *(way for way in tiled if find_tiling_obstacle(way, shape) is None)]
 
 
@@ -366,6 +382,23 @@ def bucket_choices(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Buc
     return [replace(usual, **size) for size in sizes]
 
 
+def _room_for_states(shape: ModelShape, base: Levers, hardware: Hardware) -> list[Buckets]:
+    """For as many units' states as RAM has room for, the others being on an NVMe; and for as few as will do."""
+    ram, units = hardware.host_ram_bytes, units_of(shape, base)
+    trained = [unit for unit in (units.before, *units.layers, units.after) if unit.trained]
+
+    def with_room(count: int) -> Levers:
+        return replace(base, buckets=replace(base.buckets, optimizer_buffer_count=count))
+
+    def fits(count: int) -> bool:
+        held = Scale(shape, with_room(count), hardware).steady(Checkpointing(layers=None)).host
+        return ram is not None and held <= FILLED * ram
+
+    counts = range(BUFFERS, max(BUFFERS, len(trained)) + 1)
+    most = bisect(counts, False, key=lambda count: not fits(count)) - 1
+    return [with_room(count).buckets for count in sorted({counts[max(0, most)], BUFFERS}, reverse=True)]
+
+
 def frugal(every: Iterable[Corner]) -> list[Corner]:
     """The corners of one strategy that can hold least; the likeliest first. One sequence at a time holds least where
     gradients of earlier ones wait anyway; all at once, where they need not."""
@@ -386,8 +419,8 @@ def _likeliness(corner: Corner) -> tuple[bool, int, bool, bool]:
     return not corner.is_whole, rest.micro_batch, rest.loss != "fused", rest.mlp != "tiled"
 
 
-def _buffers(buckets: Buckets) -> tuple[int, int]:
-    return int(buckets.overlap_comm or False), buckets.reduce_bucket
+def _buffers(buckets: Buckets) -> tuple[int, int, int]:
+    return int(buckets.overlap_comm or False), buckets.reduce_bucket, buckets.optimizer_buffer_count
 
 
 def complexity(levers: Levers, world: int) -> tuple[int, ...]:
@@ -413,6 +446,7 @@ def complexity(levers: Levers, world: int) -> tuple[int, ...]:
         -levers.buckets.max_live_parameters,
         int(levers.buckets.overlap_comm or False),
         depth.layers or 0,
+        int(levers.update == "ahead"),
         -levers.resident,
         world,
     )

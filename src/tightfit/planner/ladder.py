@@ -61,8 +61,8 @@ class Ladder:
             self.depths = corner.depths(count_depths(question.shape, corner.rest), partial=question.partial)
             self.deepest = corner.rest.checkpointing
         if corner.searched and self.deepest.offload and (room := question.hardware.host_ram_bytes) is not None:
-            # What more layers send the host cannot hold.
-            self.depths = self.depths[: bisect_right(self.depths, room, lo=1, key=self._weigh_host)]
+            if self._weigh_host(self.depths[-1]) > room:  # what more layers send the host cannot hold
+                self.depths = self.depths[: bisect_right(self.depths, room, lo=1, key=self._weigh_host)]
             if self.depths[-1] < question.shape.n_layers:
                 self.deepest = replace(self.deepest, layers=self.depths[-1])
         self.last = len(self.depths) - 1
@@ -117,7 +117,7 @@ class Ladder:
         return OFFLOADED if last == self.last and self.offloads and self._fits(OFFLOADED) else None
 
     def at(self, depth: Checkpointing) -> Levers:
-        return replace(self.corner.levers, checkpointing=depth)
+        return self.corner.levers.change(checkpointing=depth)
 
     @property
     def offloads(self) -> bool:

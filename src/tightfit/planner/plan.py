@@ -26,6 +26,7 @@ class Way:
     gpu_limit_bytes: int  # what may be used of each card: its size less the margin
     because: tuple[Said, ...] = ()
     changes: tuple[Said, ...] = ()  # what it changes in the result of the training; empty: nothing
+    is_as_fast: bool = False  # as the chosen way, within what is known: see `certainty.py`
     skips_long: bool = False  # samples longer than the sequence are left out, not cut
     correction: Correction | None = None
     """What an earlier run has taught about it, which the footprint has as a component; None: nothing."""
@@ -124,6 +125,7 @@ class Plan:
     hours: float | None = None  # hours to finish with the chosen way, where steps or epochs are known
     unproven: tuple[Said, ...] = ()  # what of this was only rendered and never run by us (several nodes, DCUs)
     checkpoints: Checkpoints | None = None  # None: nothing was chosen, or no pace is claimed
+    chosen_for: Said = ""  # why this one, where others are as fast within what is known; empty: none is
 
     @property
     def fits(self) -> bool:

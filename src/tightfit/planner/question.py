@@ -128,10 +128,15 @@ class Weight(NamedTuple):
 
 def weight_of(question: Question, scale: Scale, depth: Checkpointing) -> Weight:
     """Of one way at one depth. What is asked of single phases, or learned about them, takes the whole footprint."""
-    if not question.caps and (question.calibration is None or not question.calibration.entries):
+    if totals_tell(question):
         return _weight(question, scale.totals(depth), None)
     footprint = weigh(question, replace(scale.levers, checkpointing=depth))
     return _weight(question, totals_of(footprint), footprint)
+
+
+def totals_tell(question: Question) -> bool:
+    """Whether nothing is asked of single phases, or learned about them."""
+    return not question.caps and (question.calibration is None or not question.calibration.entries)
 
 
 def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> Weight:
@@ -155,6 +160,11 @@ def _weight(question: Question, totals: Totals, footprint: Footprint | None) -> 
 def excess_bytes(question: Question, footprint: Footprint) -> int:
     """How far a footprint is from fitting: the sum of what is missing on the GPU, in RAM and on NVMe; 0: it fits."""
     return _weight(question, totals_of(footprint), footprint).excess
+
+
+def excess_of(question: Question, totals: Totals) -> int:
+    """The same, where totals tell."""
+    return _weight(question, totals, None).excess
 
 
 def excess_share(footprint: Footprint, hardware: Hardware, limit_bytes: int) -> float:

@@ -16,22 +16,22 @@ from tightfit.job.file import timeout_s
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.stages import split_layers
-from tightfit.memory.units import stays, units_of
+from tightfit.memory.units import stays, units_of, updates_ahead, waits_for_norm
 from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.pace import step_seconds
 from tightfit.pace.rates import GROUPS
-from tightfit.pace.stream import waits_for_norm
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.candidates import is_searched
-from tightfit.planner.certainty import tell_apart
+from tightfit.planner.certainty import find_merit, spared_bytes, tell_apart
 from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question, excess_bytes, excess_share, needed_bytes, weigh
 from tightfit.planner.search import something_fits
 from tightfit.planner.trainers import NAMES
-from tightfit.priced import amounts, seconds_words, strategy_name
+from tightfit.priced import amounts, name_largest_layer, seconds_words, strategy_name
 from tightfit.types import PARTS, STRATEGY, Buckets, Cause, Hardware, Levers, PhaseName
 
 MOST_SLOWER = 3  # sentences about ways that fit and are slower
+MOST_NAMED = 3  # ways that are as fast as the chosen one
 MOST_FITTING = 5
 MOST_TEMPTING = 3
 MOST_HOPELESS = 6
@@ -65,6 +65,43 @@ _SAVING = [flag for flag, lever in LEVERS.items() if lever.group == "what saves 
 def in_order(ways: Iterable[Way]) -> tuple[Way, ...]:
     """Those that fit first, each group the fastest first."""
     return tuple(sorted(ways, key=lambda way: (not way.fits, way.pace.step_s, str(strategy_name(way.levers)))))
+
+
+def mark_equal(chosen: Way | None, others: Iterable[Way]) -> Iterator[Way]:
+    """The others, of which those that train the same and cannot be told from the chosen one by their pace say so."""
+    for way in others:
+        if chosen is None or not (chosen.is_paced and way.fits) or _training(way) != _training(chosen):
+            yield way
+        else:
+            yield replace(way, is_as_fast=not tell_apart(chosen.pace, way.pace).is_sure)
+
+
+def chosen_for(chosen: Way, others: Iterable[Way]) -> Said:
+    """Why this one of those that are as fast; empty: there is no other."""
+    equal = [way for way in others if way.is_as_fast]
+    if not equal:
+        return ""
+    merit, rival, near = find_merit(chosen, equal)
+    size = amounts(max(1, spared_bytes(chosen, rival)))[0]
+    what = {
+        "ram": Message("plan.for-ram", size=size, other=_name_beside(chosen, rival)),
+        "simplicity": Message("plan.for-simplicity"),
+        "pace": Message("plan.for-pace"),
+    }
+    name = strategy_name(chosen.levers)
+    shown: list[Said] = [_name_beside(chosen, way) for way in near or equal]
+    if len(shown) > MOST_NAMED:
+        shown[MOST_NAMED - 1 :] = [Message("plan.others", count=len(shown) - MOST_NAMED + 1)]
+    named = Listing([name, *shown], "and")
+    return Message("plan.chosen-of-equals", ways=named, way=name, what=what[merit])
+
+
+def _name_beside(chosen: Way, way: Way) -> Said:
+    """With the number of GPUs where that is another."""
+    name = strategy_name(way.levers)
+    if way.world == chosen.world:
+        return name
+    return Message("plan.on-gpus", way=name, count=way.world) if way.world > 1 else Message("plan.on-one-gpu", way=name)
 
 
 def worth_showing(plan: Plan) -> tuple[Way, ...]:
@@ -175,7 +212,14 @@ def _of_streaming(question: Question, way: Way) -> Iterator[Message]:
     if 0 < levers.resident < len(layers) and "resident" not in question.pinned:
         yield Message("plan.as-many-stay", count=levers.resident)
     if any(unit.trained for unit in layers):
-        yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once")
+        if updates_ahead(levers):
+            plain = weigh(question, replace(levers, update="waits"))
+            second = way.footprint.host.peak_bytes_per_node - plain.host.peak_bytes_per_node
+            yield Message("plan.updated-ahead", size=amounts(second)[0])
+        else:
+            yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once")
+    if levers.offload_optimizer == "nvme":
+        yield Message("plan.states-in-file", size=amounts(way.footprint.host.nvme_bytes_per_node)[0])
     if levers.checkpointing.offload:
         waiting = way.footprint.host.phases["forward"].components.get("activations", 0)
         yield Message("plan.inputs-wait", size=amounts(waiting)[0])
@@ -285,26 +329,24 @@ def of_plan(plan: Plan, question: Question, said: tuple[Said, ...]) -> tuple[Sai
     return tuple(dict.fromkeys((*sentences, *plan.unproven)))
 
 
-def _against(plan: Plan, chosen: Way) -> list[Message]:
-    """The others that are shown: what was faster and does not fit, what fits and is slower."""
-    faster, slower, equal = list[Message](), list[Message](), list[Way]()  # the equal ones stand with the faster
+def _against(plan: Plan, chosen: Way) -> list[Said]:
+    """The others that are shown: what was faster and does not fit, what is as fast, what fits and is slower."""
+    faster, slower, equal = list[Said](), list[Said](), list[Way]()
     for way in worth_showing(plan):
-        name = strategy_name(way.levers)
-        if way.world != chosen.world:
-            more = way.world > 1
-            name = Message("plan.on-gpus", way=name, count=way.world) if more else Message("plan.on-one-gpu", way=name)
+        name = _name_beside(chosen, way)
         if not way.fits and way.pace.step_s < chosen.pace.step_s:
             faster.append(Message("plan.faster-but", way=name, missing=missing(way)))
         elif way.fits and way is not chosen and chosen.is_paced:
             share = way.pace.step_s / chosen.pace.step_s - 1
             much = f"{abs(share):.0%}" if abs(share) >= 0.005 else Message("plan.less-than-a-percent")
-            if not tell_apart(chosen.pace, way.pace).is_sure:
+            if way.is_as_fast:
                 equal.append(way)
-                faster.append(Message("plan.equal-faster" if share < 0 else "plan.equal-slower", way=name, much=much))
                 continue
             more_s = {cause: took - chosen.pace.causes.get(cause, 0.0) for cause, took in way.pace.causes.items()}
             cause = CAUSES[max(more_s, key=lambda each: more_s[each])]
             slower.append(Message("plan.fits-too", way=name, much=much, cause=cause))
+    if plan.chosen_for:
+        faster.append(plan.chosen_for)
     return [*faster, *(_would_tell(chosen, equal[0]) if equal else ()), *slower[:MOST_SLOWER]]
 
 
@@ -389,6 +431,8 @@ def _nothing(plan: Plan, question: Question) -> list[Message]:
     """Nothing fits: how far it is, what would fit, how many GPUs would do."""
     shown = worth_showing(plan)
     sentences = [Message("plan.nothing-free", nearest=_nearest(shown[0])) if shown else Message("plan.no-engine")]
+    if shown and shown[0].levers.streams and "GPU" in lacking_bytes(shown[0]):
+        sentences.append(name_largest_layer(shown[0].shape, shown[0].levers))
     if question.base.compress != "none" and something_fits(
         replace(question, base=replace(question.base, compress="none"))
     ):

@@ -21,17 +21,20 @@ from math import inf
 
 from tightfit.inputs.flags import BARE, find_compile_obstacle
 from tightfit.inputs.layouts import check_layout, divisors
+from tightfit.memory import Scale
 from tightfit.memory.operations import FP32
 from tightfit.memory.pipeline import count_depths
+from tightfit.memory.units import updates_ahead
 from tightfit.memory.weights import WIDTH
 from tightfit.pace import TIE_S, Clock, clock_of, pace, step_seconds
 from tightfit.planner import stream
 from tightfit.planner.balance import LEAST_GAIN, balance, can_be_balanced, find_balanced
-from tightfit.planner.candidates import LONG_TOKENS, Corner, complexity, corners, frugal, strategies
-from tightfit.planner.ladder import Ladder, Sizes, Weighed
+from tightfit.planner.candidates import FILLED, LONG_TOKENS, Corner, complexity, corners, frugal, strategies
+from tightfit.planner.ladder import FULL, Ladder, Sizes, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
+from tightfit.planner.wanted import check_wanted
 from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers, Moe
 
 WAITING_SHARE = 0.1  # of a step that ranks wait for each other, from which on a pipeline is tried
@@ -108,8 +111,9 @@ def something_fits(question: Question) -> bool:
 def fits_at_all(question: Question) -> bool:
     """The same for all GPUs and no fewer."""
     for levers in list_strategies(question):
+        check_wanted()
         ladders = [Ladder(question, corner, set()) for corner in frugal(_corners(question, levers))]
-        if _can_fit([ladder for ladder in ladders if ladder.may_fit()]):
+        if _can_fit(ladders, floors=True):
             return True
         if _moves_layers(question, levers) and any(can_be_balanced(question, ladder) for ladder in ladders):
             return True
@@ -120,9 +124,16 @@ def _moves_layers(question: Question, levers: Levers) -> bool:
     return levers.pipeline_parallel > 1 and "stage_layers" not in question.pinned
 
 
-def _can_fit(ladders: list[Ladder]) -> bool:
-    """The deepest first: most often that is the answer."""
-    return any(ladder.fits_deepest() for ladder in ladders) or any(ladder.first_fit() for ladder in ladders)
+def _can_fit(ladders: list[Ladder], *, floors: bool) -> bool:
+    """The deepest first: most often that is the answer. `floors`: what these rule out is not asked."""
+    waiting = list[Ladder]()
+    for ladder in ladders:
+        if floors and not ladder.may_fit():
+            continue
+        if ladder.fits_deepest():
+            return True
+        waiting.append(ladder)
+    return any(ladder.first_fit() for ladder in waiting)
 
 
 def _smaller(question: Question) -> Iterator[Question]:
@@ -155,18 +166,30 @@ def _is_slower(question: Question, most_s: float) -> bool:
 def list_strategies(question: Question) -> list[Levers]:
     def can_start(levers: Levers) -> bool:
         known = question.engines is None or levers.engine in question.engines
-        # What Mamba's layers hold while they stream has been measured by nobody yet.
-        is_measured = not (levers.streams and question.shape.scans) or "engine" in question.pinned
         return (
             known
-            and is_measured
+            and is_measured(question, levers)
             and _can_lie_so(question, levers)
+            and leaves_room(question, levers)
             and question.trainer.starts(levers.engine, levers, question.hardware)
         )
 
     ways = filter(can_start, strategies(question.base, question.pinned, question.hardware, question.ours))
     shared = [way for levers in ways for way in _share(question, levers)]
     return [way for levers in shared for way in _share_experts(question, levers)]
+
+
+def is_measured(question: Question, levers: Levers) -> bool:
+    """What Mamba's layers hold while they stream has been measured by nobody yet: they do so where it is asked for."""
+    return not (levers.streams and question.shape.scans) or "engine" in question.pinned
+
+
+def leaves_room(question: Question, levers: Levers) -> bool:
+    """A second set of states is worth RAM that nobody else wants."""
+    ram = question.hardware.host_ram_bytes
+    if not updates_ahead(levers) or "update" in question.pinned or ram is None:
+        return True
+    return Scale(question.shape, levers, question.hardware).steady(FULL).host <= FILLED * ram
 
 
 def _shared_layers(question: Question, found: SearchResult) -> list[Levers]:
@@ -307,6 +330,8 @@ def _search_world(question: Question, found: SearchResult, most_s: float = inf, 
     interest. Of layers that stream, which stand last, that is so wherever anything else is faster."""
     has_many = question.hardware.world >= MANY_GPUS
     for levers in list_strategies(question):
+        if levers.update == "ahead" and "update" not in question.pinned and found.best is None and most_s == inf:
+            continue  # it takes as much of the GPU as to wait, and more of the host
         is_late = levers.streams or (has_many and _is_variant(question, levers))
         if is_late and found.best is not None:
             _search_strategy(question, levers, found, min(most_s, found.best_s), nearest=False)
@@ -323,7 +348,8 @@ def _search_strategy(question: Question, levers: Levers, found: SearchResult, mo
     every, race = list(_corners(question, levers)), list[Runner]()
     if not levers.streams:
         race = _time(question, levers, every)
-        found.timed.update(seconds for _, _, _, times in race for seconds in times)
+        for _, _, _, times in race:
+            found.timed.update(times)
         least_s = min(race, default=(inf,))[0]
     else:
         least_s = stream.least_s(question, levers) if every else inf
@@ -332,7 +358,7 @@ def _search_strategy(question: Question, levers: Levers, found: SearchResult, mo
     ladders = [Ladder(question, corner, set()) for corner in frugal(every)]
     timed = [(corner, times) for _, _, corner, times in race]
     way: Way | None = None
-    if not _can_fit(ladders if nearest else [ladder for ladder in ladders if ladder.may_fit()]):
+    if not _can_fit(ladders, floors=not nearest):
         closest: Weighed | None = None
         for ladder in ladders if nearest else ():
             closest = ladder.nearest(closest)
@@ -368,6 +394,7 @@ def _time(question: Question, levers: Levers, every: list[Corner]) -> list[Runne
     clock = clock_of(question.shape, levers, question.hardware)
     deepest = count_depths(question.shape, levers)
     for corner in every:
+        check_wanted()
         if corner.searched:
             at_depths = clock.times(corner.rest, corner.choice)
             times = [at_depths[layers] for layers in corner.depths(deepest, partial=question.partial)]
@@ -389,6 +416,7 @@ def _race(question: Question, race: list[Runner], ladders: list[Ladder], sizes: 
     thinkable = _Thinkable(question, ladders, sizes)
     heapify(race)
     while race and race[0][0] <= most_s + TIE_S:
+        check_wanted()
         bound, number, corner, times = heappop(race)
         depth = thinkable.depth(corner)
         if depth is None:

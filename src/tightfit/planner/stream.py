@@ -17,15 +17,16 @@ from tightfit.inputs.flags import BARE
 from tightfit.memory import Scale
 from tightfit.memory.activations import setting_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
-from tightfit.memory.units import layer_bytes, stays, units_of
+from tightfit.memory.units import layer_bytes, stays, units_of, updates_ahead, waits_for_norm
 from tightfit.pace import TIE_S
 from tightfit.pace.rates import rates_of
-from tightfit.pace.stream import StreamClock, update_s, waits_for_norm
+from tightfit.pace.stream import StreamClock, update_s
 from tightfit.pace.work import frozen_of, least_products_s
 from tightfit.planner.candidates import Corner
 from tightfit.planner.ladder import FULL, Ladder, Sizes
 from tightfit.planner.question import Question, weight_of
-from tightfit.types import Checkpointing, Levers
+from tightfit.planner.wanted import check_wanted
+from tightfit.types import PARTS, Checkpointing, Levers
 
 
 def keep_enough(question: Question, levers: Levers) -> Levers:
@@ -44,7 +45,7 @@ def keep_enough(question: Question, levers: Levers) -> Levers:
 
 def least_s(question: Question, levers: Levers) -> float:
     """No way of streaming takes less: the arithmetic, of which at least half is the backward pass; beside that the
-    optimizer, where it waits for all gradients, cannot run."""
+    optimizer, where it waits for all gradients, cannot run. Beside the rest it can."""
     shape, hardware = question.shape, question.hardware
     rates, ranks = rates_of(hardware, levers.precision), levers.data_ranks(hardware.world)
     batch = replace(levers, micro_batch=question.effective_batch // ranks)
@@ -54,7 +55,8 @@ def least_s(question: Question, levers: Levers) -> float:
     if levers.trains_base and waits_for_norm(levers):
         units = units_of(shape, levers)
         trained = sum([unit.trained for unit in (units.before, *units.layers, units.after)])
-        return arithmetic / 2 + max(arithmetic / 2, update_s(trained, levers, hardware, rates))
+        updated, back = update_s(trained, levers, hardware, rates), arithmetic / 2
+        return max(arithmetic, updated) if updates_ahead(levers) else back + max(back, updated)
     return arithmetic
 
 
@@ -64,11 +66,13 @@ def race(
     """The fastest that fits, in no more than this; None: there is none. Corners are taken in the order of what they
     take at least: with nothing recomputed and nothing to wait for."""
     best: Levers | None = None
-    runners = [Runner(question, corner, sizes) for corner in corners]
+    clocks: dict[Levers, StreamClock] = {}
+    runners = [Runner(question, corner, sizes, clocks) for corner in corners]
     waiting = [(runner.least_s, number) for number, runner in enumerate(runners)]
     timed.update(least_s for least_s, _ in waiting)
     heapify(waiting)
     while waiting and waiting[0][0] <= most_s + TIE_S:
+        check_wanted()
         bound, number = heappop(waiting)
         runner = runners[number]
         if runner.raise_least() > bound:
@@ -84,10 +88,15 @@ def race(
 class Runner:
     """One corner in the race."""
 
-    def __init__(self, question: Question, corner: Corner, sizes: Sizes) -> None:
+    def __init__(self, question: Question, corner: Corner, sizes: Sizes, clocks: dict[Levers, StreamClock]) -> None:
+        """`clocks`: those of earlier corners, by their levers without what recomputes."""
         self.question, self.corner, self.sizes = question, corner, sizes
         shape, hardware = question.shape, question.hardware
-        self.clock = StreamClock(shape, corner.levers, hardware, rates_of(hardware, corner.rest.precision))
+        depth = Checkpointing(layers=0, select=corner.rest.checkpointing.select and PARTS)
+        alike = corner.levers.change(checkpointing=depth)
+        if alike not in clocks:
+            clocks[alike] = StreamClock(shape, alike, hardware, rates_of(hardware, alike.precision))
+        self.clock = clocks[alike]
         self.ladder = Ladder(question, corner, sizes)
         self.layers = units_of(shape, corner.rest).layers
         pinned = "resident" in question.pinned
@@ -112,6 +121,7 @@ class Runner:
         def consider(depth: Checkpointing) -> int:
             """How many layers may stay; if it is the fastest yet, it is the best."""
             nonlocal best, most_s
+            check_wanted()
             resident = self.count_resident(depth)
             if resident is None:
                 return self.least

@@ -28,6 +28,7 @@ from tightfit.inputs.spelling import open_regular
 from tightfit.messages import Message, Said, as_json, change_texts, from_json
 from tightfit.types import PhaseName
 
+MOST_RANKS = 64  # whose memory a step tells
 _MOST_TEXT = 2000  # characters of a sentence that are kept: a screen is not a log
 
 
@@ -53,7 +54,7 @@ _NO_REASON = {"text": Message("runs.no-reason")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started(Event, name="start", at={name: f"predicted.{name}" for name in ("peak_bytes", "limit_bytes")}):
+class Started(Event, name="start", at={name: f"predicted.{name}" for name in ("peak_bytes", "limit_bytes", "phases")}):
     """The worker has read its orders. None: it does not say."""
 
     model: str | None = None
@@ -62,6 +63,7 @@ class Started(Event, name="start", at={name: f"predicted.{name}" for name in ("p
     launcher: str | None = None
     peak_bytes: int | None = None  # as it was predicted
     limit_bytes: int | None = None  # what a card has
+    phases: Mapping[str, Any] = field(default_factory=dict)  # bytes by the name of a phase, as they were predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,9 @@ class Probe(Event, name="probe"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Event, name="step", at={name: f"memory.{name}" for name in ("now_bytes", "peak_bytes", "host_bytes")}):
+class Step(
+    Event, name="step", at={name: f"memory.{name}" for name in ("now_bytes", "peak_bytes", "host_bytes", "ranks")}
+):
     step: int
     steps: int | None
     loss: float | None
@@ -118,6 +122,9 @@ class Step(Event, name="step", at={name: f"memory.{name}" for name in ("now_byte
     alloc_retries: int | None = None
     """Times so far that the GPU's allocator had to free its cache and try again; None: no GPU, or nobody says."""
     compiled: bool = False  # a rank made code for a layer meanwhile: its seconds say nothing about the pace
+    grad_norm: float | None = None  # before clipping
+    ranks: tuple[int, ...] = ()  # bytes at the peak by rank, or of its RAM where it has no GPU; empty: nobody says
+    at: float | None = None  # seconds since the epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,14 +236,21 @@ def event_of(line: str | bytes) -> Event | None:
 
 
 def events_of(lines: Sequence[bytes]) -> list[Event | None]:
-    """The event in each line. Many lines are parsed at once, for which json needs little more than half the time."""
+    """The event in each line."""
+    return [read_event(tree) for tree in trees_of(lines)]
+
+
+def trees_of(lines: Sequence[bytes]) -> list[Any]:
+    """What JSON each line is, or None. Many lines are parsed at once, for which json needs little more than half the
+    time."""
+    trees: list[Any] | None
     try:
         trees = parse_json(b"[%b]" % b",".join(lines))
     except ValueError:
         trees = None
     if trees is None or len(trees) != len(lines):  # one of them is torn, or empty
         trees = [_tree(line) for line in lines]
-    return [_event(tree) for tree in trees]
+    return trees
 
 
 def time_of(line: bytes) -> float | None:
@@ -257,7 +271,8 @@ def _tree(line: bytes) -> Any:
     return None
 
 
-def _event(values: Any) -> Event | None:
+def read_event(values: Any) -> Event | None:
+    """The event that a tree is; None: it is none."""
     if not isinstance(values, dict) or not isinstance(values.get("event"), str):
         return None
     kind = Event.kinds.get(values["event"])
@@ -271,10 +286,9 @@ def read_fields(values: Mapping[str, Any], kind: type[E]) -> E | None:
     found: dict[str, Any] = {}
     for block, rows in _blocks(kind):  # type: ignore[arg-type]  # a class can be hashed
         inside = values if block is None else values.get(block)
-        if not isinstance(inside, dict):
-            inside = {}
+        get = inside.get if isinstance(inside, dict) else {}.get
         for field_name, key, plain, convert, without in rows:
-            value: Any = inside.get(key)
+            value: Any = get(key)
             if value is None:
                 value = without
             elif type(value) is not plain or not 0 <= value < _PLAIN:
@@ -317,7 +331,8 @@ def _blocks(kind: type[Event]) -> Sequence[tuple[str | None, Sequence[_Row]]]:
         nothing = convert(None)
         if nothing is None and NoneType not in get_args(hint):
             nothing = kind._without.get(each.name, _MISSING)
-        plain = next((plain for plain in (int, float, bool) if plain in (hint, *get_args(hint))), None)
+        said = get_args(hint) if NoneType in get_args(hint) else (hint,)
+        plain = next((plain for plain in (int, float, bool) if plain in said), None)
         rows.setdefault(block or None, []).append((each.name, key, plain, convert, nothing))
     return tuple(rows.items())
 
@@ -333,6 +348,12 @@ def read_said(value: object) -> Said | None:
 
 def _all(read: Callable[[object], Any]) -> Callable[[object], tuple[Any, ...]]:
     return lambda values: tuple(found for each in values if (found := read(each))) if isinstance(values, list) else ()
+
+
+def _counts(values: object) -> tuple[int, ...]:
+    """All of them or none: their places say whose they are."""
+    is_whole = isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= 0
+    return tuple(values) if is_whole else ()  # type: ignore[arg-type]  # a list
 
 
 def clean(text: str) -> str:
@@ -382,6 +403,7 @@ _CONVERTERS: Mapping[Any, Callable[[object], Any]] = {
     Said: read_said,
     bool: lambda value: value is True,
     tuple[str, ...]: _all(_text),
+    tuple[int, ...]: _counts,
     tuple[Said, ...]: _all(read_said),
     Mapping[str, Any]: lambda value: finite(value) if isinstance(value, dict) else {},
 }

@@ -1,4 +1,4 @@
-"""Whether a run is well: three lights, and warnings of what has not happened yet.
+"""Whether a run is well: three lights, its pace beside the planned one, and warnings of what has not happened yet.
 
 Everything is judged from what was seen so far, and costs arithmetic alone. A light that has nothing to go by is
 unknown, and never green. A trend is four medians in a row that rise, so that neither a single spike nor noise makes
@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal, NamedTuple
 
-from tightfit.messages import Message, Said
+from tightfit.messages import Listing, Message, Said
 from tightfit.priced import GIB
 from tightfit.runs.events import Step
 from tightfit.runs.lines import MIB, duration, loss_words, size_words
@@ -34,6 +34,10 @@ FALLS = 3  # times in a row that a loss scale is halved before it is a trend; on
 RECENT = 20  # steps after which a scale that fell no further has found its place
 RETRY_STEPS = 50
 """Steps whose retries of the allocator count; those of the first steps, which find their size, are soon forgotten."""
+SLOW = 0.5  # the share of the planned pace below which something is wrong, and not only the prediction
+SETTLED = 2  # steps that warm up kernels and caches
+SHORT = 0.8  # the share of a step's planned tokens below which there are few
+IDLE, CROWDED = 50.0, 1.25  # a card that is busy for less of the time (%) waits; processes a core, above which they do
 HORIZON_S = 300.0  # host RAM that lasts for longer is no news
 TREND_S = 120.0  # what starts takes much at once: only what falls for so long is a trend
 OOM_KINDS = frozenset(  # kinds of causes, and of ranks' last words, in which memory ran out
@@ -43,15 +47,26 @@ OOM_KINDS = frozenset(  # kinds of causes, and of ranks' last words, in which me
 
 class Light(NamedTuple):
     name: str  # for programs
-    title: Message
+    title: Message  # what is so, so that no mark beside it can turn it into its opposite
     colour: Colour
     text: Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceJudged:
+    share: float  # of the planned tokens per second
+    said: Message  # that, and why it is so little, where it is
+
+    @property
+    def is_slow(self) -> bool:
+        return self.share < SLOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     lights: tuple[Light, Light, Light]
     warnings: tuple[Said, ...]
+    pace: PaceJudged | None = None  # None: no pace was planned, or there are too few steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +76,8 @@ class Held:
     name: Said
     used_bytes: int | None
     total_bytes: int | None
+    use_percent: float | None = None  # of the time, how much the card was busy
+    others: int = 0  # processes on it that are not the run's
 
     @property
     def share(self) -> float | None:
@@ -84,6 +101,8 @@ class Seen:
     own: tuple[Held, ...] = ()  # of the memories, those that the run is on
     oom: Said | None = None  # what was said when memory ran out last; None: it did not
     oom_is_last: bool = False  # whether the run has not made a step since
+    is_unexplained: bool = False  # it failed, and nobody has said why
+    load_per_core: float | None = None  # processes that run or wait
 
 
 def judge_health(seen: Seen) -> Health:
@@ -94,15 +113,76 @@ def judge_health(seen: Seen) -> Health:
         said = Message("runs.share-of", percent=100 * share, where=held.name)
         memory = "green" if share < FULL else "yellow" if share < BRIM else "red", said
     oom: tuple[Colour, Said] = ("green", "") if seen.has_run else ("unknown", Message("runs.no-run"))
+    if seen.is_unexplained:
+        oom = "unknown", Message("runs.end-unexplained")
     if seen.oom is not None:
         oom = "red" if seen.oom_is_last else "yellow", seen.oom
-    percent = f"{100 * FULL:.0f}"
+    percent, loss = f"{100 * FULL:.0f}", _judge_loss(seen)
     lights = (
-        Light(f"memory under {percent} %", Message("runs.memory-under", percent=percent), *memory),
-        Light("loss falling", Message("runs.loss-falling"), *_judge_loss(seen)),
-        Light("no OOM", Message("runs.no-oom"), *oom),
+        Light(f"memory under {percent} %", Message(_MEMORY_TITLES[memory[0]], percent=percent), *memory),
+        Light("loss falling", Message(_LOSS_TITLES[loss[0]]), *loss),
+        Light("no OOM", Message(_OOM_TITLES[oom[0]]), *oom),
     )
-    return Health(lights=lights, warnings=tuple(_find_warnings(seen)))
+    pace = _judge_pace(seen)
+    slow = () if pace is None or not pace.is_slow else (pace.said,)
+    return Health(lights=lights, warnings=(*slow, *_find_warnings(seen)), pace=pace)
+
+
+_MEMORY_TITLES = {
+    "green": "runs.memory-under",
+    "yellow": "runs.memory-over",
+    "red": "runs.memory-over",
+    "unknown": "runs.memory",
+}
+_LOSS_TITLES = {
+    "green": "runs.loss-falling",
+    "yellow": "runs.loss-not-falling",
+    "red": "runs.loss-not-falling",
+    "unknown": "runs.loss-course-unknown",
+}
+_OOM_TITLES = {
+    "green": "runs.no-oom",
+    "yellow": "runs.oom-before",
+    "red": "runs.oom-now",
+    "unknown": "runs.oom-unknown",
+}
+
+
+def _judge_pace(seen: Seen) -> PaceJudged | None:
+    worker = seen.worker
+    steps = [step for step in seen.steps[SETTLED:] if not step.compiled and step.tokens_per_s]
+    if worker is None or not worker.tokens_per_s or len(steps) < FEW:
+        return None
+    pace = median(step.tokens_per_s or 0.0 for step in steps)
+    fields = {"share": 100 * pace / worker.tokens_per_s, "pace": pace, "planned": worker.tokens_per_s}
+    said = Message("runs.pace-share", **fields)
+    if pace < SLOW * worker.tokens_per_s:
+        said = Message("runs.pace-slow", share=said, why=Listing(_find_brakes(seen, steps, worker), ";"))
+    return PaceJudged(share=pace / worker.tokens_per_s, said=said)
+
+
+def _find_brakes(seen: Seen, steps: Sequence[Step], worker: WorkerFile) -> Sequence[Message]:
+    """Why a run is slower than planned: all that can be seen, or that nothing can."""
+    few = []
+    tokens = [step.tokens for step in steps if step.tokens is not None]
+    planned = (worker.tokens_per_s or 0.0) * (worker.step_s or 0.0)
+    if tokens and median(tokens) < SHORT * planned:
+        few = [Message("runs.few-tokens", tokens=median(tokens), planned=planned)]
+    found = [*few]
+    counts = [step.alloc_retries for step in steps if step.alloc_retries is not None][-RETRY_STEPS - 1 :]
+    if counts and counts[-1] > counts[0]:
+        found.append(Message("runs.allocator-is-busy"))
+    found += [Message("runs.card-is-shared", name=held.name, others=held.others) for held in seen.own if held.others]
+    if seen.load_per_core is not None and seen.load_per_core > CROWDED:
+        found.append(Message("runs.cores-are-crowded", load=seen.load_per_core))
+    uses = [(held.use_percent, held.name) for held in seen.own if held.use_percent is not None]
+    if uses and min(use for use, _ in uses) < IDLE:
+        use, name = min(uses, key=lambda each: each[0])
+        found.append(Message("runs.card-waits", name=name, use=use))
+    took = [step.step_s for step in steps if step.step_s is not None]
+    if took and worker.step_s and found in ([], few) and median(took) > worker.step_s / SLOW:
+        found.append(Message("runs.pace-unexplained", step=duration(median(took)), planned=duration(worker.step_s)))
+    return found or [Message("runs.pace-unknown")]
 
 
 def _judge_loss(seen: Seen) -> tuple[Colour, Message]:

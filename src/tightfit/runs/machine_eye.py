@@ -103,6 +103,10 @@ class Host:
     cores: int | None = None
 
     @property
+    def load_per_core(self) -> float | None:
+        return None if self.load is None or not self.cores else self.load / self.cores
+
+    @property
     def used_bytes(self) -> int | None:
         if self.total_bytes is None or self.free_bytes is None:
             return None

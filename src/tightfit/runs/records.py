@@ -74,10 +74,12 @@ class RunRecord:
     ended: datetime | None = None  # None: it runs, or its process was killed
     state: str  # `running`, `done`, `stopped`, `interrupted`, `failed`
     exit_code: int | None = None
+    cwd: str | None = None  # the folder that the command was given in; None: an earlier version wrote it
 
     @classmethod
     def begin(cls: type[R], command: tuple[str, ...]) -> R:
-        return cls(command=command, pid=os.getpid(), host=this_host(), started=now(), state="running")
+        place = os.getcwd()
+        return cls(command=command, pid=os.getpid(), host=this_host(), started=now(), state="running", cwd=place)
 
     @property
     def lives(self) -> bool | None:

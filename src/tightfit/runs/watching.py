@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,6 +258,17 @@ class Look:
     problems: tuple[Said, ...] = ()  # why tools that are there show no card
 
 
+def hold(card: Card, pids: Collection[int]) -> Held:
+    """`pids`: the processes of the run that is looked at."""
+    return Held(
+        name=f"GPU {card.index}",
+        used_bytes=card.used_bytes,
+        total_bytes=card.total_bytes,
+        use_percent=card.use_percent,
+        others=sum(process.pid not in pids for process in card.processes or ()),
+    )
+
+
 class Watcher:
     """Looks again and again; a run is followed from its first event on."""
 
@@ -307,10 +318,8 @@ class Watcher:
 
     def _health(self, cards: Sequence[CardSeen], own: frozenset[int], host: Host, run: RunEye | None) -> Health:
         ram = Held(name=Message("runs.host-ram"), used_bytes=host.used_bytes, total_bytes=host.total_bytes)
-        held = {
-            card.index: Held(name=f"GPU {card.index}", used_bytes=card.used_bytes, total_bytes=card.total_bytes)
-            for card in (each.card for each in cards)
-        }
+        pids = set() if run is None else {rank.pid for rank in run.ranks}
+        held = {card.index: hold(card, pids) for card in (each.card for each in cards)}
         worker = None if run is None else run.worker
         on_cpu = not held or (worker is not None and worker.vendor == "cpu")
         oom, is_last, kills = None, False, oom_kills()
@@ -329,6 +338,8 @@ class Watcher:
                 own=tuple(held[index] for index in sorted(own)),
                 oom=oom,
                 oom_is_last=is_last,
+                is_unexplained=run is not None and not run.well and not any(each.cause for each in run.attempts[-1:]),
+                load_per_core=host.load_per_core,
             )
         )
         if run is not None and run.ended is not None:

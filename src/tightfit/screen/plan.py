@@ -33,7 +33,7 @@ from tightfit.priced import ENGINES, GIB, amounts, billions, strategy_name
 from tightfit.screen import NARROWEST, TABLE, WIDEST, bar, draw_list, say
 from tightfit.types import Checkpointing, Hardware, Levers, Lora, UserError
 
-CHOSEN, UNFIT = "→", "×"
+CHOSEN, EQUAL, UNFIT = "→", "≈", "×"
 FILL = ("█", "blue")
 OVER = ("█", "red")
 SHORTEST_BAR, TELLING_BAR, LONGEST_BAR = 6, 14, 40
@@ -81,7 +81,7 @@ def draw_plan(console: Console, plan: Plan, lead: Sequence[Said] = (), *, with_m
     """The whole answer. `lead` stands first among the reasons; `with_model`: the plan found the model as well."""
     _draw_head(console, plan)
     # Each way that is worth a line, with its mark.
-    rows = [(CHOSEN if way is plan.chosen else "" if way.fits else UNFIT, way) for way in worth_showing(plan)]
+    rows = [(_mark(plan, way), way) for way in worth_showing(plan)]
     if rows:
         columns = draw_ways(console, rows)
         nearest = [text("screen.nearest-first")] if plan.chosen is None and len(rows) > 1 else []
@@ -260,6 +260,12 @@ def draw_ways(console: Console, rows: Sequence[Row]) -> list[str]:
     return columns
 
 
+def _mark(plan: Plan, way: Way) -> str:
+    if way is plan.chosen:
+        return CHOSEN
+    return UNFIT if not way.fits else EQUAL if way.is_as_fast else ""
+
+
 def _depth(checkpointing: Checkpointing) -> str:
     """In how many layers; which parts of them is said with the levers."""
     if checkpointing.select and checkpointing.layers != 0:
@@ -288,7 +294,8 @@ def _cells(mark: str, way: Way) -> dict[str, str]:
 
 
 def _layout(levers: Levers) -> str:
-    """Groups with a copy of the weights each, GPUs that share layers or experts, and pipelines, by their size."""
+    """Groups with a copy of the weights each, GPUs that share layers or experts, and pipelines, by their size; whether
+    the host updates ahead of the norm."""
     stages = f"×{levers.stages_per_gpu}" if levers.stages_per_gpu > 1 else ""
     sizes = {
         "÷": levers.shard_within,
@@ -296,7 +303,8 @@ def _layout(levers: Levers) -> str:
         "EP": levers.expert_parallel if levers.expert_parallel > 1 else 0,
         "»": levers.pipeline_parallel if levers.pipeline_parallel > 1 else 0,
     }
-    return "".join(f" {sign}{size}" for sign, size in sizes.items() if size) + stages
+    ahead = f" {text('screen.updated-ahead')}" if levers.update == "ahead" else ""
+    return "".join(f" {sign}{size}" for sign, size in sizes.items() if size) + stages + ahead
 
 
 def _rate(way: Way) -> str:
@@ -319,7 +327,7 @@ def _draw_legend(
     """What the marks and columns mean, those that are there."""
     size, ram = f"{plan.hardware.gpu.memory_bytes / GIB:.1f} GiB", plan.hardware.host_ram_bytes
     marks = {mark for mark, _ in rows}
-    words = {CHOSEN: "screen.chosen", UNFIT: "screen.does-not-fit"}
+    words = {CHOSEN: "screen.chosen", EQUAL: "screen.equally-fast", UNFIT: "screen.does-not-fit"}
     parts = [f"{mark} {text(word)}" for mark, word in words.items() if mark in marks]
     parts += [*more, text("screen.card-line" if "GPU" in columns else "screen.card-gib", size=size)]
     if "batch" in columns:

@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from tightfit.diagnose.judge import judge
-from tightfit.diagnose.reading import is_binary
+from tightfit.diagnose.reading import is_printed, looks_like_log
 from tightfit.diagnose.verdict import Diagnosis, Evidence, LogSource
 from tightfit.messages import Message
 from tightfit.types import ConfigError
@@ -27,11 +27,14 @@ _turns = asyncio.Semaphore(AT_ONCE)
 def diagnose_log(data: bytes, name: str) -> Diagnosis:
     """What the command line would say about this log."""
     source = LogSource(name=name, text=data)
-    if is_binary(source):
-        raise ConfigError(Message("web.no-text"))
+    if not looks_like_log(source):
+        raise ConfigError(Message("web.not-a-log"))
     if not data.strip():
         raise ConfigError(Message("web.empty-log"))
-    return judge(Evidence(logs=(source,)))
+    found = judge(Evidence(logs=(source,)))
+    if found.verdict is None and not found.also and not is_printed(source):
+        raise ConfigError(Message("web.not-printed"))
+    return found
 
 
 async def show_page(request: Request) -> Response:

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from tightfit.web.sight import RunSight, Section
 
 EVERY_S = 1.0
 CATCH_UP_S = 0.25  # a long file is read for so long between two messages
-PAUSE_S = 0.05
+PAUSE_S = 0.02  # for others, between two such times
 LINGER_S = 8.0
 LOOK_S = 2.0  # between two looks at the cards
 QUEUE = 32  # messages that may wait for one client
@@ -36,11 +36,18 @@ KEPT_SIGHTS = 8  # runs whose curve is kept when nobody looks any more
 
 
 class Client:
-    """One open page."""
+    """One open page, as one reader knows it. A page that shows several runs is a client of the reader of each: they
+    share a queue, and what comes of a run is an event by its name."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, event: str = "") -> None:
+        self._loop, self._event = loop, f"event: {event}\n".encode() if event else b""
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE + 1)
+
+    def beside(self, event: str) -> Client:
+        """The same page, for the reader of another run."""
+        made = Client(self._loop, event)
+        made._queue = self._queue
+        return made
 
     def send(self, message: bytes | None) -> None:
         """From any thread."""
@@ -54,7 +61,7 @@ class Client:
                 self._queue.put_nowait(message)
 
         with suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(put, message)
+            self._loop.call_soon_threadsafe(put, message and self._event + message)
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Until it is let go."""
@@ -230,18 +237,22 @@ class Hub:
         self._sights: OrderedDict[Path, RunSight] = OrderedDict()
         self._closed = False
 
-    async def follow(self, run: Path, last: str) -> AsyncIterator[bytes]:
-        """Messages about a run, as long as they are read. `last`: the one that was seen last, or nothing."""
+    async def follow(self, runs: Sequence[Path], last: str) -> AsyncIterator[bytes]:
+        """Messages about a run, as long as they are read. `last`: the one that was seen last, or nothing. Those about
+        several runs are events `0`, `1`, …, in their order."""
         client = Client(asyncio.get_running_loop())
-        feed = self._join(run, client, last)
-        if feed is None:
-            return
+        clients = [client] if len(runs) == 1 else [client.beside(str(number)) for number in range(len(runs))]
+        asked = [(self._join(run, each, last), each) for run, each in zip(runs, clients, strict=True)]
+        joined = [(feed, each) for feed, each in asked if feed is not None]
         try:
+            if len(joined) < len(runs):
+                return
             yield b"retry: 2000\n\n"
             async for message in client.messages():
                 yield message
         finally:
-            feed.leave(client)
+            for feed, each in joined:
+                feed.leave(each)
 
     def _join(self, run: Path, client: Client, last: str) -> Feed | None:
         with self._lock:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -49,18 +51,31 @@ def _load_templates() -> Environment:
     made.filters["size"] = lambda count: "–" if count is None else size_words(count)
     made.filters["gib"] = lambda count: "–" if count is None else f"{count / GIB:.2f}"
     made.filters["duration"] = lambda seconds: "–" if seconds is None else duration(seconds)
+    made.filters["moment"] = write_moment
     made.filters["count"] = lambda number: "–" if number is None else f"{number:,}"
+    # 16384 → 16k: lengths of sequences at the head of a narrow column.
+    made.filters["kilo"] = lambda number: f"{number // 1024}k" if number % 1024 == 0 else f"{number:,}"
     return made
 
 
+def write_moment(seconds: float | None) -> str:
+    """In universal time, as one zone for all who read it; where there are scripts it becomes the browser's."""
+    if seconds is None:
+        return "–"
+    said = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return Markup('<time datetime="{}Z">{}</time>').format(said, said.replace("T", " ")[:16])
+
+
 def part(request: Request, template: str, **values: object) -> str:
-    """A template as text. It knows `w` (the words), `lang`, `views`, `path`, and what is given."""
+    """A template as text. It knows `w` (the words), `lang`, `views`, `path`, `has_control`, and what is given."""
     language = language_of(request)
     rest = [(key, value) for key, value in request.query_params.multi_items() if key not in ("lang", "token")]
     # Each language: its tag, its name, and this address in it.
     languages = [(tag, name, f"?{urlencode([*rest, ('lang', tag)])}") for tag, name in LANGUAGES.items()]
     given = {"w": words(language), "lang": language, "languages": languages, "views": VIEWS, "path": request.url.path}
-    return _load_templates().get_template(template).render(**given, **values)
+    app = request.scope.get("app")  # the guard answers before there is one
+    has_control = app is not None and app.state.site.has_control
+    return _load_templates().get_template(template).render(**given, has_control=has_control, **values)
 
 
 def page(request: Request, template: str, status: int = 200, **values: object) -> HTMLResponse:

@@ -22,8 +22,9 @@ from tightfit.runs.checkpoints import CHECKPOINTS
 from tightfit.runs.records import ATTEMPTS, RunFolder
 
 NO_RUN = 404
-DEEPEST, MOST_FOLDERS, MOST_RUNS = 6, 20_000, 500
-PATIENCE_S = 2.0  # how far, and how long, runs are searched for
+DEEPEST, MOST_FOLDERS, MOST_RUNS = 6, 50_000, 10_000
+PATIENCE_S = 10.0  # how far, and how long, runs are searched for
+FIRST_WAIT_S, WAIT_S = 2.0, 0.5  # for a search, before what is known already is shown
 AGAIN_S, PATIENTLY = 1.0, 20  # a search is repeated after so long, and takes no more than this part of the time
 _PASSED_OVER = frozenset({"node_modules", "__pycache__", "site-packages", "venv", "earlier", CHECKPOINTS})
 
@@ -63,27 +64,40 @@ def is_run(place: Path) -> bool:
 
 
 def _stays_below(place: Path, root: Path) -> bool:
-    """Whether what is read of a run lies below the root as well. A pipe or a device would not end when it is read."""
+    """Whether what is read of a run lies below the root, as the run itself does. A pipe or a device would not end when
+    it is read."""
     here = RunFolder(place)
-    files = [here.record, here.events, here.plan / WORKER_FILE, *(place / ATTEMPTS).glob("*.json")]
-    if any(file.exists() and not file.is_file() for file in files):
-        return False
     folders = [here.plan, place / ATTEMPTS, place / CHECKPOINTS, place / "logs", here.errors]
-    return all(each.resolve().is_relative_to(root) for each in (*files, *folders))
+    if not all(_leads_below(each, root) for each in folders):
+        return False
+    files = [here.record, here.events, here.plan / WORKER_FILE, *(place / ATTEMPTS).glob("*.json")]
+    return all(_leads_below(each, root) and (each.is_file() or not each.exists()) for each in files)
 
 
-def find_runs(roots: Sequence[Path]) -> tuple[list[FoundRun], bool]:
-    """The runs below the roots, the newest first, and whether these are all: a search may be broken off."""
+def _leads_below(path: Path, root: Path) -> bool:
+    """Only a link leads elsewhere, and following every path to its end takes most of the time of a search."""
+    return not path.is_symlink() or path.resolve().is_relative_to(root)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRuns:
+    runs: Sequence[FoundRun]  # the newest first
+    is_all: bool  # or the search was broken off
+    is_over: bool  # or it goes on
+
+
+def find_runs(roots: Sequence[Path]) -> FoundRuns:
+    """The runs below the roots."""
     deadline = time.monotonic() + PATIENCE_S
     found: list[tuple[float, FoundRun]] = []
     seen: set[Path] = set()
-    places = ((number, root, place) for number, root in enumerate(roots) for place in _find_folders(root))
+    places = ((number, root, *each) for number, root in enumerate(roots) for each in _find_folders(root))
     is_all = True
-    for looked_at, (number, root, place) in enumerate(places):
+    for looked_at, (number, root, place, is_safe_run) in enumerate(places):
         if looked_at >= MOST_FOLDERS or time.monotonic() > deadline or len(found) >= MOST_RUNS:
             is_all = False
             break
-        if place not in seen and _is_safe_run(place, root):
+        if is_safe_run and place not in seen:
             seen.add(place)
             below = place.relative_to(root).as_posix()
             word = f"{number}/{'' if below == '.' else below}"
@@ -94,26 +108,42 @@ def find_runs(roots: Sequence[Path]) -> tuple[list[FoundRun], bool]:
                     times.append(path.stat().st_mtime)
             found.append((max(times), FoundRun(word=word, path=place)))
     found.sort(key=lambda each: (-each[0], each[1].word))
-    return [run for _, run in found], is_all
+    return FoundRuns(runs=[run for _, run in found], is_all=is_all, is_over=True)
 
 
 class Finder:
-    """Searches again when the last search is old, and the older the longer it took: it may be a whole disk."""
+    """Searches again when the last search is old, and the older the longer it took: it may be a whole disk. A search
+    goes on beside whoever asked for it, who waits for a moment and then takes what the last one has found."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = roots
         self._lock = threading.Lock()
-        self._found: tuple[list[FoundRun], bool] = [], True
+        self._found = FoundRuns(runs=(), is_all=True, is_over=False)
+        self._search: threading.Thread | None = None
         self._until = -math.inf
 
-    def find(self) -> tuple[list[FoundRun], bool]:
+    def find(self) -> FoundRuns:
         with self._lock:
-            began = time.monotonic()
-            if began >= self._until:
-                self._found = find_runs(self._roots)
-                now = time.monotonic()
-                self._until = now + max(AGAIN_S, PATIENTLY * (now - began))
-            return self._found
+            if self._search is None and time.monotonic() >= self._until:
+                self._search = threading.Thread(target=self._look, name="tightfit-search", daemon=True)
+                self._search.start()
+            search = self._search
+        if search is not None:
+            search.join(WAIT_S if self._found.is_over else FIRST_WAIT_S)
+        return self._found
+
+    def _look(self) -> None:
+        began = time.monotonic()
+        try:
+            self._found = find_runs(self._roots)
+        finally:
+            now = time.monotonic()
+            self._until, self._search = now + max(AGAIN_S, PATIENTLY * (now - began)), None
+
+
+def is_listed(name: str) -> bool:
+    """Whether runs are looked for in a folder of this name."""
+    return name[0] != "." and name not in _PASSED_OVER
 
 
 def _is_safe_run(place: Path, root: Path) -> bool:
@@ -122,20 +152,19 @@ def _is_safe_run(place: Path, root: Path) -> bool:
     return False
 
 
-def _find_folders(root: Path) -> Iterator[Path]:
-    """Breadth first, without links; what is within a run belongs to it."""
+def _find_folders(root: Path) -> Iterator[tuple[Path, bool]]:
+    """Breadth first, without links, each with whether it is a run: what is within one belongs to it."""
     level = [root]
     for depth in range(DEEPEST + 1):
         below: list[Path] = []
         for place in level:
-            yield place
-            if depth < DEEPEST and not _is_safe_run(place, root):
+            is_safe_run = _is_safe_run(place, root)
+            yield place, is_safe_run
+            if depth < DEEPEST and not is_safe_run:
                 with suppress(OSError), os.scandir(place) as entries:
                     below += sorted(
                         place / entry.name
                         for entry in entries
-                        if entry.is_dir(follow_symlinks=False)
-                        and entry.name[0] != "."
-                        and entry.name not in _PASSED_OVER
+                        if entry.is_dir(follow_symlinks=False) and is_listed(entry.name)
                     )
         level = below

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -27,8 +27,10 @@ from tightfit.desk.calibration import calibration_of
 from tightfit.desk.plan import answered, files_of
 from tightfit.desk.plan_request import resolve_request
 from tightfit.desk.request import REPLACES, Request, read_request
+from tightfit.hardware.machine import this_machine
 from tightfit.hardware.measured import read_measured
 from tightfit.hardware.named import names_file
+from tightfit.hardware.words import parse_hardware, split_counts
 from tightfit.inputs.flags import LEVERS, check_levers, meant, spelt
 from tightfit.job.fields import FREE_LEVERS
 from tightfit.messages import Message, Said
@@ -42,10 +44,20 @@ from tightfit.planner.limits import Limit
 from tightfit.planner.plan import Bounds, Plan, Way
 from tightfit.planner.question import Question, excess_bytes, weigh
 from tightfit.planner.reasons import worth_showing
-from tightfit.types import Checkpointing, ConfigError, HardwareError, Levers, ModelError, UserError
+from tightfit.priced import GIB
+from tightfit.types import (
+    STRATEGY,
+    Checkpointing,
+    ConfigError,
+    Gpu,
+    HardwareError,
+    Levers,
+    ModelError,
+    UserError,
+)
 
-DEFAULTS: dict[str, str] = {"model": "7b_mamba", "gpus": "6", "card": "32GB", "host_ram": "256GB", "seq": "2048"}
-"""What is asked where the address says nothing at all."""
+MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+"""What most people have seen: planned for where the address names none."""
 PINS = tuple(
     lever
     for lever in FREE_LEVERS.values()
@@ -71,7 +83,6 @@ MOST_GPUS, MOST_BATCH = 1024, 16_384  # more would keep the search busy for long
 MOST_CONFIG_BYTES = 2**20
 MOST_WORD = 200
 SAVED_AS = "config.json"
-_SEVERAL = re.compile(r"(?:(\d{1,6})\s*[x×])?\s*(\d{1,6})\s*[x×]\s*(\S.*)", re.IGNORECASE)
 _ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
@@ -104,9 +115,9 @@ class AddressQuestion:
         if card.lower() == THIS or card in OFFERED:
             if nodes != 1:
                 raise ConfigError(Message("web.one-node"))
-            given |= {"gpus": str(OFFERED.get(card, THIS))} | ({"num_gpus": whole("gpus", count)} if count else {})
+            given |= {"gpus": str(OFFERED.get(card, THIS))} | ({"num_gpus": whole("num_gpus", count)} if count else {})
         else:
-            gpus = whole("gpus", count or "1")
+            gpus = whole("num_gpus", count or "1")
             if gpus < 1 or nodes < 1 or gpus * nodes > MOST_GPUS:
                 raise ConfigError(Message("web.most-gpus", most=MOST_GPUS, gpus=nodes * gpus))
             if "/" in card or names_file(card):
@@ -150,8 +161,6 @@ def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:
             allow += [each.strip() for each in value.split(",") if each.strip()]
         else:
             values[name] = value
-    if not values:
-        values = dict(DEFAULTS)
     _take_apart(values)
     block = None
     if "config" in values:
@@ -159,7 +168,7 @@ def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:
         values["config"] = json.dumps(block, separators=(",", ":"), ensure_ascii=False)
         values.pop("model", None)
     else:
-        word = values.setdefault("model", DEFAULTS["model"])
+        word = values.setdefault("model", MODEL)
         # The command line takes paths as well; a page that did would read whatever a link names.
         is_ours = word.lower() in PRESETS or find_checkpoint(word) is not None
         if not is_ours and (
@@ -175,21 +184,40 @@ def read_address(pairs: Sequence[tuple[str, str]]) -> AddressQuestion:
 def fill_form(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """What the form shows, also where it makes no sense."""
     given = {name.replace("-", "_"): value.strip()[:MOST_CONFIG_BYTES] for name, value in pairs}
-    values = {name: given[name] for name in FIELDS if given.get(name) and name != "allow"} or dict(DEFAULTS)
+    values = {name: given[name] for name in FIELDS if given.get(name) and name != "allow"}
     _take_apart(values)
     return {name: values.get(name, "") for name in FIELDS}
 
 
 def _take_apart(values: dict[str, str]) -> None:
-    """`gpus=2x8xA100`, as the flag has it, becomes three fields."""
-    found = _SEVERAL.fullmatch(values.get("gpus", ""))
-    if found and "card" not in values:
-        nodes, values["gpus"], values["card"] = found.groups()
-        if nodes:
-            values["nodes"] = nodes
-    values.setdefault("card", DEFAULTS["card"])
+    """What nothing is said of is filled in, and `gpus=2x8xA100`, as the flag has it, becomes three fields. So does a
+    card of that kind: its counts are what was written last, so they win over the sliders."""
+    if not values:
+        values |= {"model": MODEL, "method": "lora", "seq": "2048", **usual_machine()}
+    word = values.get("card", values.get("gpus", ""))
+    with suppress(HardwareError):  # the answer will say so
+        counts, card = split_counts(word)
+        if counts and word not in OFFERED:
+            values |= dict(zip(("gpus", "nodes"), map(str, reversed(counts)), strict=False)) | {"card": card}
+    if "card" not in values:
+        values |= {**usual_machine(), **values}
     if values.get("nodes") == "1":
         del values["nodes"]
+
+
+def usual_machine() -> dict[str, str]:
+    """The fields for this machine, or for a card that many have where it has none."""
+    return {"card": THIS} if find_machine() else {"gpus": "1", "card": "RTX4090", "host_ram": "64GB"}
+
+
+@cache
+def find_machine() -> str:
+    """`2 × RTX 4090`; empty: this machine has no GPU."""
+    try:
+        here = this_machine()
+    except UserError:
+        return ""
+    return "" if here.gpu.vendor == "cpu" else f"{here.gpus_per_node} × {here.gpu.name}"
 
 
 def block_of(text: str) -> dict[str, object]:
@@ -237,6 +265,37 @@ class Answered:
         free = self.tiered.free.chosen if self.tiered is not None and self.tiered.free is not None else None
         return (*((first,) if first else ()), *rivals, *((free,) if free else ()))
 
+    def choosing(self, way: Way) -> str:
+        """The question whose answer is this way: what its strategy is made of is fixed, and all else stays open."""
+        changes = {"tier": "", **dict.fromkeys(STRATEGY_PINS, ""), **strategy_pins(way)}
+        if way.world != self.plan.hardware.world:
+            used = way.hardware
+            changes |= {"gpus": str(used.gpus_per_node), "nodes": str(used.nodes) if used.nodes > 1 else ""}
+            changes |= {"effective_batch": str(way.effective_batch)}
+        return self.asked.address(**changes)
+
+    @property
+    def freed(self) -> str:
+        """The question without a fixed strategy; empty: none is."""
+        if not any(self.asked.get(name) for name in STRATEGY_PINS):
+            return ""
+        return self.asked.address(**dict.fromkeys(STRATEGY_PINS, ""))
+
+    @cached_property
+    def portable(self) -> AddressQuestion:
+        """The question as any machine understands it: this one, or one that was measured, is named by its cards."""
+        asked, hardware = self.asked, self.plan.hardware
+        word = asked.get("card")
+        if (word.lower() != THIS and word not in OFFERED) or hardware.gpu.vendor == "cpu":
+            return asked
+        values = dict(asked.said) | {"card": card_word(hardware.gpu), "gpus": str(hardware.gpus_per_node)}
+        if hardware.nodes > 1:
+            values["nodes"] = str(hardware.nodes)
+        for name, size in (("host_ram", hardware.host_ram_bytes), ("nvme", hardware.nvme_bytes)):
+            if size is not None:
+                values.setdefault(name, f"{round(size / GIB, 1):g}GB")
+        return replace(asked, said=tuple((name, values[name]) for name in FIELDS if name in values))
+
     @cached_property
     def files(self) -> dict[str, str] | Said:
         """The files that `--write` would write, by name; or the sentence that says why there are none."""
@@ -247,6 +306,34 @@ class Answered:
         except UserError as error:
             why: Said = error.said
             return why
+
+
+STRATEGY_PINS = (
+    *STRATEGY,
+    *("shard_within", "sequence_parallel", "tensor_parallel", "pipeline_parallel", "stages_per_gpu", "expert_parallel"),
+)
+"""The fields of which a strategy is made; of each strategy the planner shows the best way."""
+
+
+def strategy_pins(way: Way) -> dict[str, str]:
+    plain = Levers()
+    said = {name: getattr(way.levers, name) for name in STRATEGY_PINS}
+    return {name: str(value) for name, value in said.items() if name in STRATEGY or value != getattr(plain, name)}
+
+
+def way_ident(way: Way) -> str:
+    """By which an address names one of the ways that are shown: `zero2-cpu-none-8`."""
+    return "-".join((*strategy_pins(way).values(), str(way.world)))
+
+
+def card_word(gpu: Gpu) -> str:
+    """What others call a card that this machine has: its name, or no more than its size where we have none for it."""
+    size, spelt = f"{round(gpu.memory_bytes / GIB, 1):g}GB", gpu.name.replace(" ", "-")
+    for word in (gpu.name.replace(" ", ""), spelt, f"{spelt}-{size}"):
+        with suppress(HardwareError):
+            if parse_hardware(word).gpu.name == gpu.name:
+                return word
+    return size
 
 
 _kept: OrderedDict[tuple[str, bool], tuple[float, Answered]] = OrderedDict()
@@ -339,7 +426,7 @@ def _price(question: Question, last: Levers) -> Way:
         levers=levers,
         hardware=question.hardware,
         footprint=footprint,
-        pace=pace(question.shape, levers, question.hardware),
+        pace=pace(question.shape, levers, question.hardware, ranged=False),
         fits=excess_bytes(question, footprint) == 0,
         gpu_limit_bytes=question.gpu_limit_bytes,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -15,13 +15,13 @@ from tightfit.inputs.flags import MOST_BATCH, checkpointing_word
 from tightfit.job.file import pinned
 from tightfit.messages import id_of
 from tightfit.planner import SEQUENCES_A_GPU
-from tightfit.planner.plan import Plan, Way
+from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, excess_bytes, weigh
-from tightfit.planner.reasons import further, hours, lacking_bytes, missing
+from tightfit.planner.reasons import CAUSES, further, hours, lacking_bytes, missing, time_words
 from tightfit.planner.search import something_fits
 from tightfit.priced import GIB, amounts, billions, seconds_words, strategy_name
 from tightfit.types import Phase, PhaseName
-from tightfit.web.plan_answer import KEPT, Answered
+from tightfit.web.plan_answer import KEPT, Answered, way_ident
 from tightfit.web.words import Words
 
 ADVICE = {
@@ -37,11 +37,12 @@ STEPS = 10  # shades of a cell
 Drawn = dict[str, Any]  # what a template shows, by name
 
 
-def draw(answer: Answered, words: Words, *, advice: bool) -> Drawn:
-    """All that the answer's template shows. `advice`: whether it was asked for what would make it fit."""
+def draw(answer: Answered, words: Words, *, advice: bool, compare: str = "") -> Drawn:
+    """All that the answer's template shows. `advice`: whether it was asked for what would make it fit; `compare`: the
+    way that is to stand beside the first, by `way_ident`."""
     plan, ways = answer.plan, answer.ways
     first = ways[0] if ways else None
-    bars = [_bars(way, words["plan"], is_first=way is first) for way in ways]
+    bars = [bars_of(way, words["plan"], is_first=way is first) for way in ways]
     sides = list(zip(*bars, strict=True)) or [(), ()]
     scales = [scale_of(side) for side in sides]  # all ways to the same two
     legend = {  # only what can be seen: a part of less than a pixel needs no name
@@ -57,12 +58,18 @@ def draw(answer: Answered, words: Words, *, advice: bool) -> Drawn:
         "shape": shape,
         "is_changed": bool(plan.chosen and plan.chosen.changes),
         "parameters": billions(shape.parameters),
-        "used": first.world if first else plan.hardware.world,
         "sequence": first.levers.sequence if first else plan.job.sequence,
-        "ways": [_way(plan, way, words, f"way{number}", bars[number], scales) for number, way in enumerate(ways)],
+        "card": card_of(answer, first, words) if first else None,
+        "ways": [_way(answer, way, words, f"way{number}", bars[number], scales) for number, way in enumerate(ways)],
+        "compared": _compare(ways, bars, compare, words),
+        "freed": answer.freed,
         "legend": [(label, Markup(key_svg(kind, "key"))) for kind, label in legend.items()],  # noqa: S704 (ours)
         # What the page does not say elsewhere.
-        "because": [each for each in further(plan) if plan.chosen is not None or id_of(each) not in ADVICE],
+        "because": [
+            each
+            for each in further(plan)
+            if (plan.chosen is not None or id_of(each) not in ADVICE) and each != plan.chosen_for
+        ],
         "changes": plan.chosen.changes if plan.chosen else (),
         "name_way": strategy_name,
         "is_advised": advice,
@@ -74,7 +81,84 @@ def gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.1f}" if size_bytes >= GIB / 20 else ("·" if not size_bytes else "<0.1")
 
 
-def _way(plan: Plan, way: Way, words: Words, ident: str, bars: tuple[Bar, Bar], scales: Sequence[int]) -> Drawn:
+class Fact(NamedTuple):
+    name: str  # in the words
+    value: str  # empty: what it hangs on was not said
+    note: str = ""
+    is_bad: bool = False
+
+
+def card_of(answer: Answered, way: Way, words: Words) -> Drawn:
+    """What a reader wants to know first: whether it fits, how much room is left, how long it takes."""
+    plan, pace, spare, lacking = answer.plan, way.pace, way.gpu_spare_bytes, lacking_bytes(way)
+    host, ram = way.footprint.host.peak_bytes_per_node, way.hardware.host_ram_bytes
+    needs, card = amounts(way.footprint.gpu.required_bytes, way.hardware.gpu.memory_bytes)
+    held = f"{amounts(host)[0]} GiB" if ram is None else "{} / {} GiB".format(*amounts(host, ram))
+    facts = [Fact("spare", f"{amounts(max(spare, 1))[0]} GiB", f"{spare / way.hardware.gpu.memory_bytes:.0%}")]
+    if plan.chosen is None:
+        facts = [Fact("gpu_held", f"{needs} / {card} GiB", is_bad="GPU" in lacking)]
+    facts.append(Fact("host_held", held, is_bad="RAM" in lacking))
+    if plan.chosen is not None and not way.is_paced:
+        facts.append(Fact("tokens_fact", "–"))
+    elif plan.chosen is not None:
+        seconds, taken = seconds_words(pace), hours(plan.job, plan.effective_batch, way)
+        tokens = pace.tokens_per_s * pace.step_s
+        between = f"{tokens / pace.high_s:,.0f}–{tokens / pace.low_s:,.0f}" if seconds["range"] else ""
+        facts.append(Fact("tokens_fact", f"{pace.tokens_per_s:,.0f}", between))
+        facts.append(Fact("step_fact", f"{seconds['step']} s", seconds["range"] or ""))
+        facts.append(Fact("hours", "" if taken is None else words.say(time_words(taken))))
+    return {
+        "kind": "not" if plan.chosen is None else "changed" if way.changes else "fits",
+        "name": strategy_name(way.levers),
+        "needs": needs,
+        "card": card,
+        "used": way.world,
+        "short": [place.lower() for place in lacking] if plan.chosen is None else [],
+        "facts": facts,
+        "lacks": None if way.fits else missing(way),
+    }
+
+
+def _compare(ways: Sequence[Way], bars: Sequence[tuple[Bar, Bar]], ident: str, words: Words) -> Drawn | None:
+    """The first way and another side by side: the fullest moment of GPU and host by component, and what a step takes
+    its time for. None: there is no such other."""
+    number = next((number for number, way in enumerate(ways[1:], 1) if way_ident(way) == ident), None)
+    if number is None:
+        return None
+    pair = ways[0], ways[number]
+    tables = []
+    for place, first, other in zip(("gpu", "host"), bars[0], bars[number], strict=True):
+        names = {part.kind: part.label for part in (*first.parts, *other.parts)}
+        held = [{part.kind: part.size_bytes for part in bar.parts} for bar in (first, other)]
+        rows = [(name, _gibs(*(sizes.get(kind, 0) for sizes in held))) for kind, name in names.items()]
+        tables.append((place, rows, _gibs(first.size_bytes, other.size_bytes)))
+    causes = dict.fromkeys(cause for way in pair for cause in way.pace.causes)
+    taken = [(words.say(CAUSES[cause]), [way.pace.causes.get(cause, 0.0) for way in pair]) for cause in causes]
+    is_paced = all(way.is_paced for way in pair)
+    return {
+        "names": [strategy_name(way.levers) for way in pair],
+        "peaks": [fullest(way.footprint) for way in pair],
+        "tables": tables,
+        "seconds": [(name, _seconds(*both)) for name, both in taken] if is_paced else [],
+        "step": _seconds(*(way.pace.step_s for way in pair)),
+    }
+
+
+def _gibs(first: int, other: int) -> tuple[str, str, str]:
+    """Both, and what the other has more; a component of a megabyte is no difference."""
+    more = other - first
+    return gib(first), gib(other), f"{more / GIB:+.1f}".replace("-", "−") if abs(more) >= GIB / 20 else "·"
+
+
+def _seconds(first: float, other: float) -> tuple[str, str, str]:
+    decimals = 3 if max(first, other) < 0.1 else 2
+    said = [f"{each:.{decimals}f}" if abs(each) >= 0.5 / 10**decimals else "·" for each in (first, other)]
+    more = other - first
+    return said[0], said[1], f"{more:+.{decimals}f}".replace("-", "−") if abs(more) >= 0.5 / 10**decimals else "·"
+
+
+def _way(answer: Answered, way: Way, words: Words, ident: str, bars: tuple[Bar, Bar], scales: Sequence[int]) -> Drawn:
+    plan = answer.plan
     gpu, host, ram = way.footprint.gpu, way.footprint.host, way.hardware.host_ram_bytes
     name, levers = strategy_name(way.levers), way.levers
     needs, card = amounts(gpu.required_bytes, way.hardware.gpu.memory_bytes)
@@ -92,8 +176,12 @@ def _way(plan: Plan, way: Way, words: Words, ident: str, bars: tuple[Bar, Bar], 
     return {
         **drawn,
         "ident": ident,
+        "called": way_ident(way),
+        "choosing": answer.choosing(way),
         "name": name,
         "is_chosen": way is plan.chosen,
+        "is_as_fast": way.is_as_fast,
+        "chosen_for": plan.chosen_for if way is plan.chosen else "",
         "fits": way.fits,
         "levers": [  # the name in the words, and the value
             ("micro_batch", str(levers.micro_batch)),
@@ -121,7 +209,7 @@ def _way(plan: Plan, way: Way, words: Words, ident: str, bars: tuple[Bar, Bar], 
     }
 
 
-def _bars(way: Way, words: Mapping[str, Any], *, is_first: bool) -> tuple[Bar, Bar]:
+def bars_of(way: Way, words: Mapping[str, Any], *, is_first: bool) -> tuple[Bar, Bar]:
     """GPU and host. Only the first names its lines: all have the same."""
     host, names = way.footprint.host, words["components"]
     ram, ranks = way.hardware.host_ram_bytes, way.hardware.gpus_per_node
@@ -157,6 +245,7 @@ class Cell:
     micro_batch: int
     share: float  # of the card, that the chosen way needs here
     fits: bool
+    lacks_card: bool  # what is short is the GPU's memory; otherwise it is the host's
     fits_otherwise: bool | None  # another way would; None: nobody asked
     is_chosen: bool
     address: str  # the question with these values
@@ -194,12 +283,14 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
         calibration=calibration_of(answer.asked.request(), answer.plan.job),
     )
     asked = replace(question, hardware=way.hardware)
-    here: dict[tuple[int, int], tuple[float, bool]] = {}  # the share of the card that the chosen way needs; if it fits
+    here: dict[tuple[int, int], tuple[float, bool, bool]] = {}
+    """The share of the card that the chosen way needs, whether it fits, whether it is the card that is too small."""
     for size in lines:
         for length in columns:
             footprint = weigh(asked, replace(way.levers, sequence=length, micro_batch=size))
             share = footprint.gpu.required_bytes / way.hardware.gpu.memory_bytes
-            here[size, length] = share, excess_bytes(asked, footprint) == 0
+            lacks_card = "GPU" in lacking_bytes(replace(way, footprint=footprint))
+            here[size, length] = share, excess_bytes(asked, footprint) == 0, lacks_card
     edge: dict[int, int] = {}  # for each sequence the largest micro batch with which any way fits; 0: none does
     top = len(lines)
     for length in columns if others else ():
@@ -208,7 +299,7 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
         edge[length] = lines[top - 1] if top else 0
 
     def cell(length: int, size: int) -> Cell:
-        share, fits = here[size, length]
+        share, fits, lacks_card = here[size, length]
         # A batch that was asked for grows to the next one that the micro batch divides.
         changes = {"seq": str(length), "micro_batch": str(size), "accum": ""}
         if answer.asked.get("effective_batch"):
@@ -219,6 +310,7 @@ def heat_of(answer: Answered, *, others: bool) -> Heat | None:
             micro_batch=size,
             share=share,
             fits=fits,
+            lacks_card=lacks_card,
             fits_otherwise=not fits and size <= edge[length] if others else None,
             is_chosen=(length, size) == (way.levers.sequence, way.levers.micro_batch),
             address=answer.asked.address(**changes),

@@ -1,8 +1,8 @@
 """The Plan view: what fits, before anything runs. The answers are those of `tightfit plan`.
 
 The whole state is in the address, so a link shares it and a form without a script asks the same. What takes a moment
-is done beside the loop, in turns: a slider that moves asks often, and of those that were given up in the meantime only
-the one that has begun is finished.
+is done beside the loop, in turns: a slider that moves asks often, and what was given up in the meantime is not begun,
+or ends soon.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 import zipfile
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar
 
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
@@ -22,59 +24,39 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from tightfit.desk.report import answer_report
-from tightfit.formats.worker.write import untrained
-from tightfit.hardware.catalogue import CARDS
-from tightfit.hardware.machine import this_machine
-from tightfit.inputs.flags import LEVERS, words_of
-from tightfit.job import Allowance
-from tightfit.messages import Language, Message
-from tightfit.model.presets import CHECKPOINTS, PRESETS
-from tightfit.planner.tiers import TIERS
-from tightfit.types import Checkpointing, Trainer, UserError
-from tightfit.web import plan_answer
+from tightfit.formats.worker.write import seeded, without_data
+from tightfit.messages import Language
+from tightfit.planner.wanted import AbandonedError, only_while
+from tightfit.types import Trainer, UserError
+from tightfit.web import frontier, plan_answer
+from tightfit.web.form import by_label, field_of, form_values
 from tightfit.web.pages import beside, body_of, page, part
-from tightfit.web.plan_drawing import Drawn, draw, gib, heat_of
-from tightfit.web.words import Words, language_of, words
+from tightfit.web.picture import draw_picture, read_accuracy
+from tightfit.web.plan_drawing import draw, gib, heat_of
+from tightfit.web.words import language_of, words
 
 STATIC = Path(__file__).with_name("static")
 PATIENCE_S = 30.0
+LOOK_S = 0.02  # between two looks whether whoever asked is still there
 GONE = 499  # whoever asked has gone: nobody reads this
 START: dict[Trainer, str] = {
     "tightfit": "tightfit train --plan plan --output runs/first",
     "llamafactory": "bash plan/launch.sh",
     "trainer": "bash plan/launch.sh train.py",
 }
+T = TypeVar("T")
 _quick, _slow = asyncio.Semaphore(1), asyncio.Semaphore(1)
 
 
 async def show_plan(request: Request) -> Response:
     """The whole page: form, answer, map and files, also for who has no scripts."""
-    values, status = {}, 200
-    problem: Message | str = ""
+    values, status, problem = {}, 200, {}
     try:
         answer = await _find_answer(request, advice=True)
-        values = await beside(partial(_all_of, answer, language_of(request)))
+        values = await beside(partial(_all_of, answer, language_of(request), compare=_compared(request)))
     except UserError as error:
-        problem, status = error.said, 400
-    pairs = request.query_params.multi_items()
-    filled = plan_answer.fill_form(pairs)
-    more = (*(lever.flag for lever in plan_answer.PINS), "margin", "max_steps", "samples")
-    form: dict[str, object] = {
-        "values": filled,
-        "pins": plan_answer.PINS,
-        "is_more_said": any(filled[name] for name in more),
-        "allowed": {each for name, value in pairs if name == "allow" for each in value.split(",")},
-        "allowances": get_args(Allowance),
-        "tiers": TIERS,
-        "trainers": get_args(Trainer),
-        "choices": {name: words_of(lever) for name, lever in LEVERS.items() if lever.type is not Checkpointing},
-        "models": [*PRESETS, *CHECKPOINTS],
-        "cards": list(dict.fromkeys(f"{card.family.replace(' ', '')}-{card.size_gib}GB" for card in CARDS)),
-        "machine": await beside(find_machine),
-        "offered": list(plan_answer.OFFERED),
-        "defaults": plan_answer.DEFAULTS,
-        "most_bytes": plan_answer.MOST_CONFIG_BYTES,
-    }
+        problem, status = _problem(request, error), 400
+    form = await beside(partial(form_values, request.query_params.multi_items()))
     return page(request, "plan.html", status, **form, **(values or _NOTHING), problem=problem)
 
 
@@ -84,9 +66,9 @@ async def show_answer(request: Request) -> Response:
     try:
         answer = await _find_answer(request, advice=advice)
     except UserError as error:
-        return HTMLResponse(part(request, "plan_problem.html", problem=error.said))
-    found = await beside(partial(_draw, answer, language_of(request), advice=advice))
-    return HTMLResponse(part(request, "plan_answer.html", **found))
+        return HTMLResponse(part(request, "plan_problem.html", problem=_problem(request, error)))
+    found = await beside(partial(_draw, answer, language_of(request), advice=advice, compare=_compared(request)))
+    return HTMLResponse(part(request, "plan_found.html", **found))
 
 
 async def show_guess(request: Request) -> Response:
@@ -115,9 +97,15 @@ async def send_json(request: Request) -> Response:
 async def show_heat(request: Request) -> Response:
     answer = await _find_answer(request, advice=False)
     async with _slow:
-        await _still_there(request)
-        found = await beside(partial(heat_of, answer, others=True))
+        found = await _while_asked(request, partial(heat_of, answer, others=True))
     return HTMLResponse(part(request, "plan_heat.html", heat=found, alone=False))
+
+
+async def show_frontier(request: Request) -> Response:
+    """As far as it is known by now: the page's script asks again."""
+    asked = await beside(partial(plan_answer.read_address, request.query_params.multi_items()))
+    found = await beside(partial(frontier.look, asked))
+    return HTMLResponse(part(request, "plan_frontier.html", frontier=found))
 
 
 async def show_files(request: Request) -> Response:
@@ -144,11 +132,20 @@ async def send_saved(request: Request) -> Response:
     """The view as one file that needs neither server nor script."""
     answer = await _find_answer(request, advice=True)
     async with _slow:
-        await _still_there(request)
-        values = await beside(partial(_all_of, answer, language_of(request), others=True))
+        values = await _while_asked(request, partial(_all_of, answer, language_of(request), others=True))
     styles = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in ("app.css", "plan.css"))
     text = part(request, "plan_saved.html", **{**values, "alone": True, "styles": Markup(styles)})  # noqa: S704 (ours)
     return _download(text.encode(), "text/html; charset=utf-8", "tightfit-plan.html")
+
+
+async def send_picture(request: Request) -> Response:
+    """The verdict and its bars as one picture, to be sent to somebody."""
+    answer = await _find_answer(request, advice=False)
+    told = words(language_of(request))
+    found = await beside(lambda: draw_picture(answer, told))
+    if found is None:
+        raise HTTPException(404)
+    return _download(found.encode(), "image/svg+xml", "tightfit-plan.svg")
 
 
 async def find_most(request: Request) -> Response:
@@ -157,10 +154,10 @@ async def find_most(request: Request) -> Response:
         asked = await beside(partial(plan_answer.read_address, request.query_params.multi_items()))
         await beside(partial(plan_answer.check_model, asked))
         async with _slow:
-            await _still_there(request)
-            found = await beside(partial(plan_answer.most_of, asked, request.query_params.get("max", "")))
+            most = partial(plan_answer.most_of, asked, request.query_params.get("max", ""))
+            found = await _while_asked(request, most)
     except UserError as error:
-        return JSONResponse({"problem": words(language_of(request)).said(error.said).text})
+        return JSONResponse({"problem": _problem(request, error)})
     return JSONResponse({"fields": found})
 
 
@@ -170,7 +167,7 @@ async def read_config(request: Request) -> Response:
     try:
         block = await beside(partial(plan_answer.block_of, text))
     except UserError as error:
-        return JSONResponse({"problem": words(language_of(request)).said(error.said).text})
+        return JSONResponse({"problem": _problem(request, error)})
     return JSONResponse({"config": json.dumps(block, separators=(",", ":"), ensure_ascii=False)})
 
 
@@ -181,49 +178,75 @@ async def _find_answer(request: Request, *, advice: bool) -> plan_answer.Answere
     asked = await beside(partial(plan_answer.read_address, request.query_params.multi_items()))
     await beside(partial(plan_answer.check_model, asked))  # the network may be slow: nobody else waits for it
     async with _quick:
-        await _still_there(request)
-        answer = await beside(partial(plan_answer.answer_to, asked, advice=False))
+        answer = await _while_asked(request, partial(plan_answer.answer_to, asked, advice=False))
     if not advice or answer.plan.fits:
         return answer
     async with _slow:
-        await _still_there(request)
-        return await beside(partial(plan_answer.answer_to, asked, advice=True))
+        return await _while_asked(request, partial(plan_answer.answer_to, asked, advice=True))
 
 
-async def _still_there(request: Request) -> None:
+async def _while_asked(request: Request, work: Callable[[], T]) -> T:
+    """What `work` finds, as long as whoever asked is still there."""
     if await request.is_disconnected():
         raise HTTPException(GONE)
+    gone = threading.Event()
+
+    def find() -> T:
+        with only_while(lambda: not gone.is_set()):
+            return work()
+
+    finding = asyncio.ensure_future(beside(find))
+    try:
+        while not (await asyncio.wait({finding}, timeout=LOOK_S))[0]:
+            if await request.is_disconnected():
+                gone.set()
+        return await finding
+    except AbandonedError:
+        raise HTTPException(GONE) from None
+    finally:
+        gone.set()
+
+
+def _problem(request: Request, error: UserError) -> dict[str, str]:
+    """What is wrong, in the words of the form, and where."""
+    spoken = words(language_of(request))
+    told, field = spoken.said(error.said), field_of(error, request.query_params.multi_items())
+    return {"text": by_label(told.text, spoken), "lang": "en" if told.is_foreign else "", "field": field}
 
 
 # --- what the templates get -----------------------------------------------------------------------
 
 _NOTHING: dict[str, object] = {
     "found": None,
-    "verdict": "",
     "heat": None,
     "files": {},
     "why_none": "",
     "commands": (),
     "address": "",
+    "compare": "",
     "gib": gib,
     "alone": False,
 }
 
 
-def _draw(answer: plan_answer.Answered, language: Language, *, advice: bool) -> dict[str, object]:
-    plan, found = answer.plan, draw(answer, words(language), advice=advice)
+def _draw(answer: plan_answer.Answered, language: Language, *, advice: bool, compare: str = "") -> dict[str, object]:
+    plan, found = answer.plan, draw(answer, words(language), advice=advice, compare=compare)
     is_ours = plan.chosen is not None and plan.job.trainer == "tightfit"
     commands = [("command_plan", answer.asked.command())]  # what to type: its key in the words, and the command
     if plan.chosen is not None:
-        commands.append(("command_write", answer.asked.command("plan", "--write", "plan")))
-        commands.append(("command_train", START[plan.job.trainer]))
+        write = ("command_write", answer.asked.command("plan", "--write", "plan"))
+        commands = [write, ("command_train", START[plan.job.trainer]), *commands]
     return _NOTHING | {
         "found": found,
-        "verdict": verdict(found, words(language)),
         "commands": commands,
         # On what it would train, where that is not what a reader of the last command expects.
-        "before_the_start": untrained(plan.job) if is_ours else (),
+        "by_label": partial(by_label, words=words(language)),
+        "seeded": seeded(plan.job) if is_ours else (),
+        "without_data": without_data(plan.job) if is_ours else (),
+        "accuracy": read_accuracy(),
         "address": answer.asked.address(),
+        "portable": answer.portable,
+        "compare": compare,
     }
 
 
@@ -233,43 +256,16 @@ def _files_of(answer: plan_answer.Answered) -> dict[str, object]:
     return {"files": found, "why_none": why, "address": answer.asked.address()}
 
 
-def _all_of(answer: plan_answer.Answered, language: Language, *, others: bool = False) -> dict[str, object]:
+def _all_of(
+    answer: plan_answer.Answered, language: Language, *, others: bool = False, compare: str = ""
+) -> dict[str, object]:
     heat = heat_of(answer, others=others)
-    return {**_draw(answer, language, advice=True), **_files_of(answer), "heat": heat}
+    return {**_draw(answer, language, advice=True, compare=compare), **_files_of(answer), "heat": heat}
 
 
-def verdict(found: Drawn, words: Words) -> str:
-    """The answer in one sentence, which is read out as it changes."""
-    said = words["plan"]
-    if not found["ways"]:
-        return str(said["verdict_none"])
-    first, used = found["ways"][0], found["used"]
-    kind = "changed" if found["is_changed"] else "fits" if found["plan"].fits else "not"
-    template: str = said[f"verdict_{kind}"]
-    tokens, pace = first["tokens_per_s"], ""
-    if tokens is not None:
-        step, between = first["seconds"]["step"], first["seconds"]["range"]
-        between = said["range"].format(range=between) if between else ""
-        pace = said["verdict_pace"].format(tokens=f"{tokens:,.0f}", step=step, range=between)
-    return template.format(
-        way=words.say(first["name"]),
-        needs=first["needs"],
-        card=first["card"],
-        gpus=used,
-        pace=pace,
-        lacks=words.say(first["lacks"] or ""),
-        where=said["on_many" if used > 1 else "on_one"].format(gpus=used),
-    )
-
-
-@cache
-def find_machine() -> str:
-    """`2 × RTX 4090`; empty: this machine has no GPU."""
-    try:
-        here = this_machine()
-    except UserError:
-        return ""
-    return "" if here.gpu.vendor == "cpu" else f"{here.gpus_per_node} × {here.gpu.name}"
+def _compared(request: Request) -> str:
+    """The way that stands beside the chosen one: how it is looked at, and no part of what is asked."""
+    return request.query_params.get("compare", "")[: plan_answer.MOST_WORD]
 
 
 def _download(data: bytes, kind: str, name: str) -> Response:
@@ -282,9 +278,11 @@ ROUTES = [
     Route("/plan/guess", show_guess, methods=["GET"]),
     Route("/plan/answer.json", send_json, methods=["GET"]),
     Route("/plan/heat", show_heat, methods=["GET"]),
+    Route("/plan/frontier", show_frontier, methods=["GET"]),
     Route("/plan/files", show_files, methods=["GET"]),
     Route("/plan/files.zip", send_zip, methods=["GET"]),
     Route("/plan/saved", send_saved, methods=["GET"]),
+    Route("/plan/picture.svg", send_picture, methods=["GET"]),
     Route("/plan/most", find_most, methods=["GET"]),
     Route("/plan/config", read_config, methods=["POST"]),
 ]

@@ -2,57 +2,28 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tightfit.diagnose.masks import masked
-from tightfit.runs.events import Ended, Step, event_of
-from tightfit.runs.records import RunFolder, read_attempts, read_run
-from tightfit.web.history import last_lines
+from tightfit.web.failure import find_failure
 from tightfit.web.pages import beside, page, part
 from tightfit.web.places import NO_RUN, FoundRun, file_at, run_at
-from tightfit.web.sight import state_of
+from tightfit.web.run_list import Asked, find_differences, read_row
 from tightfit.web.words import language_of, translate
 
 LOG_BYTES = 48 * 1024
 LOG_LINES = 300
-EVENT_BYTES = 16 * 1024
-
-
-def _row(run: FoundRun, roots: tuple[Path, ...]) -> dict[str, object]:
-    """One run in the list. None: nobody says."""
-    number, _, below = run.word.partition("/")
-    root = roots[int(number)]
-    name = below or root.name or str(root)
-    if below and len(roots) > 1:
-        name = f"{root.name}/{below}"
-    events = RunFolder(run.path).events
-    changed = None
-    with suppress(OSError):
-        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(events.stat().st_mtime))
-    last, ended = None, False
-    for line in reversed(last_lines(events, EVENT_BYTES)):
-        event = event_of(line.decode("utf-8", "replace"))
-        ended = ended or (isinstance(event, Ended) and last is None)
-        if isinstance(event, Step):
-            last = event
-            break
-    of_last = ("step", "steps", "loss", "tokens_per_s")
-    return {
-        "word": run.word,
-        "name": name,
-        "state": state_of(read_run(run.path), ended, read_attempts(run.path)),
-        "changed": changed,  # when the run last said something
-        **{each: None if last is None else getattr(last, each) for each in of_last},
-    }
+_turns = asyncio.Semaphore(2)  # failures that are judged at the same time: a log may be long
+MOST_COMPARED = 8  # runs; there are no more colours that can be told apart
 
 
 async def show_runs(request: Request) -> Response:
@@ -60,27 +31,45 @@ async def show_runs(request: Request) -> Response:
 
 
 async def show_table(request: Request) -> Response:
+    """For the page's script: the table alone."""
     return HTMLResponse(part(request, "runs_table.html", **await _list_runs(request)))
 
 
+async def send_news(request: Request) -> Response:
+    """For alerts: how the runs are that run, or did lately."""
+    return JSONResponse(await beside(request.app.state.run_list.news))
+
+
 async def _list_runs(request: Request) -> dict[str, object]:
-    roots: tuple[Path, ...] = request.app.state.site.roots
-
-    def look() -> dict[str, object]:
-        found, is_all = request.app.state.finder.find()
-        return {"rows": [_row(run, roots) for run in found], "is_all": is_all, "roots": list(map(str, roots))}
-
-    return await beside(look)
+    asked = Asked.read(request.query_params)
+    listed = await beside(partial(request.app.state.run_list.look, asked))
+    return {"asked": asked, "listed": listed, "roots": list(map(str, request.app.state.site.roots))}
 
 
 async def show_run(request: Request) -> Response:
     run, word = _read_request(request)
-    row = await beside(partial(_row, FoundRun(word=word, path=run), request.app.state.site.roots))
+    row = await beside(partial(read_row, FoundRun(word=word, path=run), request.app.state.site.roots))
     return page(request, "run.html", row=row, folder=str(run))
 
 
-async def stream_run(request: Request) -> Response:
+async def compare_runs(request: Request) -> Response:
+    """Several runs over each other."""
+    found, roots = _read_runs(request), request.app.state.site.roots
+    rows = await beside(lambda: [read_row(FoundRun(word=word, path=run), roots) for run, word in found])
+    differences = await beside(lambda: find_differences([run for run, _ in found]))
+    return page(request, "compare.html", rows=rows, differences=differences)
+
+
+async def show_failure(request: Request) -> Response:
+    """For the page's script: why a run ended, and what helps."""
     run, _ = _read_request(request)
+    async with _turns:
+        found = await beside(partial(find_failure, run))
+    return HTMLResponse(part(request, "run_failure.html", failure=found))
+
+
+async def stream_run(request: Request) -> Response:
+    runs = _read_runs(request)
     last = request.headers.get("last-event-id", "")
     language = language_of(request)
 
@@ -92,7 +81,7 @@ async def stream_run(request: Request) -> Response:
                 except HTTPException:  # the server ends
                     return
 
-    messages = translated(request.app.state.hub.follow(run, last))
+    messages = translated(request.app.state.hub.follow([run for run, _ in runs], last))
     return StreamingResponse(messages, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
@@ -124,10 +113,19 @@ def _read_request(request: Request) -> tuple[Path, str]:
     return run_at(request.app.state.site.roots, word), word
 
 
+def _read_runs(request: Request) -> list[tuple[Path, str]]:
+    """Those that a page is to compare, each once."""
+    words = list(dict.fromkeys(request.query_params.getlist("run")))[:MOST_COMPARED] or [""]
+    return [(run_at(request.app.state.site.roots, word), word) for word in words]
+
+
 ROUTES = [
     Route("/runs", show_runs, methods=["GET"]),
     Route("/runs/table", show_table, methods=["GET"]),
+    Route("/runs/news", send_news, methods=["GET"]),
+    Route("/runs/compare", compare_runs, methods=["GET"]),
     Route("/runs/view", show_run, methods=["GET"]),
+    Route("/runs/failure", show_failure, methods=["GET"]),
     Route("/runs/stream", stream_run, methods=["GET"]),
     Route("/runs/log", show_log, methods=["GET"]),
 ]

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,17 +27,19 @@ from starlette.types import ASGIApp
 
 from tightfit.messages import Message, say_why
 from tightfit.types import ConfigError, UserError
-from tightfit.web import diagnose_view, pages, plan_view, runs_view
+from tightfit.web import control_view, diagnose_view, pages, plan_view, runs_view
 from tightfit.web.guard import RequestGuard, Site
 from tightfit.web.hub import Hub
 from tightfit.web.pages import answer_failure
 from tightfit.web.places import Finder
+from tightfit.web.run_list import RunList
 from tightfit.web.words import language_of, words
 
 HOME = "/plan"
 STATIC = Path(__file__).with_name("static")
 FIRST_PORT, PORTS = 8741, 20  # without --port the first free one of these: a tunnel can be set up before
 MOST_CONNECTIONS = 256
+GARBAGE = 50_000  # new objects that are looked through together: what a search makes goes by itself, but for little
 PATIENCE_S = 2  # for answers that are half sent when the server is told to end
 
 
@@ -49,7 +52,7 @@ class _Static(StaticFiles):
         return answer
 
 
-def make_app(site: Site, hub: Hub) -> ASGIApp:
+def make_app(site: Site, hub: Hub, run_list: RunList | None = None) -> ASGIApp:
     async def go_home(request: Request) -> Response:
         query = request.url.query  # the language, say
         return RedirectResponse(f"{HOME}?{query}" if query else HOME, 303)
@@ -71,12 +74,14 @@ def make_app(site: Site, hub: Hub) -> ASGIApp:
             *plan_view.ROUTES,
             *runs_view.ROUTES,
             *diagnose_view.ROUTES,
+            *(control_view.ROUTES if site.has_control else ()),
             Mount("/static", _Static(directory=STATIC)),
         ],
         exception_handlers=dict.fromkeys((UserError, HTTPException, Exception), say_error),
     )
     app.router.redirect_slashes = False
-    app.state.site, app.state.hub, app.state.finder = site, hub, Finder(site.roots)
+    app.state.site, app.state.hub, app.state.control = site, hub, control_view.Control()
+    app.state.run_list = run_list or RunList(site.roots, Finder(site.roots))
     return RequestGuard(app, site)
 
 
@@ -121,9 +126,10 @@ class _Server(uvicorn.Server):
 
 def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Until Ctrl-C. `ready` is called when the page can be opened."""
-    hub = Hub()
+    hub, run_list = Hub(), RunList(site.roots, Finder(site.roots))
+    threading.Thread(target=run_list.prepare, name="tightfit-runs", daemon=True).start()
     config = uvicorn.Config(
-        make_app(site, hub),
+        make_app(site, hub, run_list),
         http="h11",
         ws="none",
         lifespan="off",
@@ -143,6 +149,7 @@ def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> No
 
     gc.collect()
     gc.freeze()  # what is loaded stays to the end: a search would have it looked through again and again
+    gc.set_threshold(GARBAGE)
     with listening, suppress(KeyboardInterrupt):
         try:
             _Server(config, ready, leave).run(sockets=[listening])

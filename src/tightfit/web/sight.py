@@ -21,10 +21,10 @@ from tightfit.runs import records
 from tightfit.runs.checkpoints import CHECKPOINTS, Torn, checked, newest_first, step_of
 from tightfit.runs.health import OOM_KINDS, Held, Seen, judge_health
 from tightfit.runs.lines import action_words, duration
-from tightfit.runs.machine_eye import MachineEye
+from tightfit.runs.machine_eye import Host, MachineEye
 from tightfit.runs.processes import this_host
 from tightfit.runs.rank_memory import Rank, name_rank
-from tightfit.runs.watching import RankEye
+from tightfit.runs.watching import RankEye, hold
 from tightfit.web.history import History
 from tightfit.web.places import file_at
 
@@ -70,7 +70,7 @@ class RunSight:
         )
         is_here = state == "running"
         ranks = self._ranks.look() if state in ("running", "elsewhere") else ()
-        memory = self._memory(worker, ranks, eye if is_here else None)
+        memory, cards = self._memory(worker, ranks, eye if is_here else None, goes_on=state in ("running", "elsewhere"))
         host = None if eye is None or not is_here else eye.host()
         if host is not None:
             memory["host"] = {"used": host.used_bytes, "total": host.total_bytes}
@@ -85,10 +85,12 @@ class RunSight:
         return {
             "head": self._head(state, record, worker, attempts),
             "memory": memory,
-            "lights": self._lights(state, worker, memory, attempts),
+            "lights": self._lights(state, worker, cards, host, attempts),
             "attempts": [_show_attempt(each) for each in attempts],
             "checkpoints": self._unless_same("checkpoints", _marks(self.run / CHECKPOINTS), self._checkpoints),
             "events": list(self.history.said),
+            "marks": list(self.history.marks),
+            "evaluations": [{"step": step, "loss": loss} for step, loss in self.history.evaluations.items()],
             "logs": logs,
         }
 
@@ -135,7 +137,10 @@ class RunSight:
             "command": None if record is None else masked(" ".join(record.command))[:2000],
         }
 
-    def _memory(self, worker: records.WorkerFile | None, ranks: tuple[Rank, ...], eye: MachineEye | None) -> Section:
+    def _memory(
+        self, worker: records.WorkerFile | None, ranks: tuple[Rank, ...], eye: MachineEye | None, *, goes_on: bool
+    ) -> tuple[Section, tuple[Held, ...]]:
+        """And the cards that the run is on."""
         on_gpu = worker is not None and worker.vendor != "cpu"
         card_bytes = None if worker is None else worker.gpu_memory_bytes
         total = card_bytes or self.history.limit_bytes
@@ -143,6 +148,7 @@ class RunSight:
         if worker is not None:
             planned = worker.peak_bytes if on_gpu else worker.ram_bytes_per_rank
         rows: list[Section] = []
+        cards: list[Held] = []
         if worker is not None and on_gpu and eye is not None:
             # The cards that the run's processes sit on; the most of each is what was seen since somebody looks.
             pids, peaks = {rank.pid for rank in ranks}, self._peaks
@@ -152,6 +158,7 @@ class RunSight:
                         peaks[card.index] = max(card.used_bytes, peaks.get(card.index, 0))
                     name, now, peak = f"GPU {card.index}", card.used_bytes, peaks.get(card.index)
                     rows.append(_draw_held(name, now, peak, worker.required_bytes, card.total_bytes))
+                    cards.append(hold(card, pids))
         elif worker is not None and not on_gpu:
             held = [(name_rank(rank), rank.now_bytes, rank.peak_bytes) for rank in ranks]
             rows = [_draw_held(*each, planned, total) for each in held]
@@ -163,30 +170,50 @@ class RunSight:
             else:
                 now, peak = last.host_bytes, max(step.host_bytes or 0 for step in steps)
             rows = [_draw_held("rank 0", now, peak or None, planned, total)]
-        return {"rows": rows, "on_gpu": on_gpu, "planned": planned, "card": total, "host": None}
+            held_bytes = now if goes_on else peak or now  # of what is over the most counts
+            cards = [Held(name="rank 0", used_bytes=held_bytes, total_bytes=total)] if on_gpu else []
+        phases = [
+            {"name": name, "planned": held, "measured": self.history.milestones.get(name)}
+            for name, held in self.history.phases.items()
+            if on_gpu  # of the CPU a plan knows the tensors alone, and a process holds more
+        ]
+        drawn = {"rows": rows, "planned": planned, "card": total, "host": None, "phases": phases}
+        return {**drawn, "on_gpu": on_gpu}, tuple(cards)
 
-    def _lights(self, state: str, worker: records.WorkerFile | None, memory: Section, attempts: Attempts) -> Section:
+    def _lights(
+        self,
+        state: str,
+        worker: records.WorkerFile | None,
+        cards: tuple[Held, ...],
+        host: Host | None,
+        attempts: Attempts,
+    ) -> Section:
         """As `tightfit watch` judges."""
-        host = memory["host"] or {"used": None, "total": None}
-        ram = Held(name=Message("runs.host-ram"), used_bytes=host["used"], total_bytes=host["total"])
-        cards = tuple(Held(name=row["name"], used_bytes=row["now"], total_bytes=row["total"]) for row in memory["rows"])
+        used, total = (None, None) if host is None else (host.used_bytes, host.total_bytes)
+        ram = Held(name=Message("runs.host-ram"), used_bytes=used, total_bytes=total)
         causes = [each.cause for each in attempts if each.cause is not None and each.cause.kind in OOM_KINDS]
         found = judge_health(
             Seen(
-                memories=cards if memory["on_gpu"] else (ram,),
+                memories=cards or (ram,),
                 host=ram,
                 has_run=True,
                 steps=self.history.steps(),
                 worker=worker,
-                own=cards if memory["on_gpu"] else (),
+                own=cards,
                 oom=causes[-1].sentence if causes else None,
+                is_unexplained=state in ("failed", "gone") and (not attempts or attempts[-1].cause is None),
                 oom_is_last=bool(causes) and attempts[-1].cause is causes[-1],
+                load_per_core=None if host is None else host.load_per_core,
             )
         )
-        lights = zip(("memory", "loss", "oom"), found.lights, strict=True)
+        pace = found.pace
+        warnings = list(found.warnings)
+        if state not in ("running", "elsewhere"):  # of what is over nothing is to be feared any more
+            warnings = [] if pace is None or not pace.is_slow else [pace.said]
         return {
-            "lights": [{"name": name, "colour": light.colour, "text": light.text} for name, light in lights],
-            "warnings": list(found.warnings) if state in ("running", "elsewhere") else [],
+            "lights": [{"title": light.title, "colour": light.colour, "text": light.text} for light in found.lights],
+            "warnings": warnings,
+            "pace": None if pace is None else {"share": pace.share, "is_slow": pace.is_slow},
         }
 
     def _checkpoints(self) -> list[Section]:

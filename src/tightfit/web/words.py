@@ -22,7 +22,8 @@ LANGUAGES: dict[Language, str] = {"en": "English", "zh": "中文"}  # what each 
 COOKIE = "tightfit_language"
 FOLDER = Path(__file__).with_name("words")
 KEPT = 32  # messages of a run's stream; readers of one run get the same ones within moments
-SECTIONS = ("head", "lights", "attempts", "checkpoints", "events", "trouble")  # those of `sight.py` that say something
+SECTIONS = ("head", "lights", "attempts", "checkpoints", "events", "marks", "trouble")
+"""Those of `sight.py` that say something."""
 _CHINESE = re.compile("[\u4e00-\u9fff]{2}")
 
 

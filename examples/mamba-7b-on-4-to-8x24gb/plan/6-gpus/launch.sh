@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the training of PLAN.md: ZeRO-2, optimizer on CPU on 6 × RTX 4090.
+# Starts the training of PLAN.md: ZeRO-3, optimizer + weights on CPU on 6 × RTX 4090.
 # Arguments are passed on to the trainer.
 # 7b_mamba is a shape without weights, so they are drawn from the seed: --model with a folder or a
 # Hugging Face id starts from trained ones.

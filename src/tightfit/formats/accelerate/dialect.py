@@ -8,7 +8,7 @@ from typing import Any
 from tightfit.formats.accelerate.check import DEEPSPEED_AT, KEYS, RULES, check_accelerate
 from tightfit.formats.accelerate.write import accelerate_notes, accelerate_yaml
 from tightfit.formats.dialect import Dialect, Launcher, PlanFile
-from tightfit.formats.launch.environment import gpu_ids_of
+from tightfit.formats.launch.environment import gpu_ids_of, launcher_of
 from tightfit.formats.launch.script import or_stop
 from tightfit.formats.rules import BESIDE_DEEPSPEED
 from tightfit.formats.target import Target
@@ -35,7 +35,7 @@ FILE = "accelerate.yaml"
 
 
 def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
-    if plan.job.trainer == "llamafactory":
+    if launcher_of(plan, target) != "accelerate":
         return None
     return accelerate_yaml(plan, target, deepspeed_file_of(plan))
 
@@ -66,9 +66,7 @@ DIALECT = Dialect(
     check=check_accelerate,
     known=known,
     deepspeed_at=DEEPSPEED_AT,
-    files=(
-        PlanFile(name=FILE, what=Message("accelerate.file"), write=write, is_optional=True, notes=accelerate_notes),
-    ),
+    files=(PlanFile(name=FILE, what=Message("accelerate.file"), write=write, notes=accelerate_notes),),
     launcher=Launcher(
         program="accelerate", reads=("worker.json", "deepspeed.json", FILE), needs=FILE, command=accelerate_command
     ),

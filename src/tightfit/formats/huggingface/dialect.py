@@ -10,7 +10,6 @@ from tightfit.formats.huggingface.check import DEEPSPEED_AT, IN_ANY_TRAINER, RUL
 from tightfit.formats.huggingface.write import training_args_json, training_args_notes, transformers_wanted
 from tightfit.formats.rules import BESIDE_DEEPSPEED
 from tightfit.formats.target import Target
-from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of
 from tightfit.job.known import KnownConfig, whole
 from tightfit.job.training import OLDER_TRAINING_ARGUMENTS, TRAINING_ARGUMENTS
@@ -32,9 +31,6 @@ def known(values: Mapping[str, Any]) -> KnownConfig:
 
 
 def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
-    if plan.job.trainer == "llamafactory":
-        return None
-    check_fits_under("trainer", plan, target)
     return training_args_json(plan, target, deepspeed_file_of(plan))
 
 
@@ -56,7 +52,6 @@ DIALECT = Dialect(
             name="training_args.json",
             what=Message("huggingface.file"),
             write=write,
-            is_optional=True,
             notes=training_args_notes,
             version=transformers_wanted,
         ),

@@ -21,7 +21,6 @@ from tightfit.formats.llamafactory.write import (
 )
 from tightfit.formats.rules import BESIDE_DEEPSPEED
 from tightfit.formats.target import Target
-from tightfit.formats.under import check_fits_under
 from tightfit.formats.worker.write import deepspeed_file_of, require_way
 from tightfit.inputs.versions import release
 from tightfit.job.known import KnownConfig, word
@@ -51,11 +50,7 @@ FILE = "llamafactory.yaml"
 
 
 def write(plan: Plan, target: Target, files: Collection[str]) -> str | None:
-    if plan.job.trainer == "trainer":
-        return None
-    text = llamafactory_yaml(plan, target, deepspeed_file_of(plan))
-    check_fits_under("llamafactory", plan, target)
-    return text
+    return llamafactory_yaml(plan, target, deepspeed_file_of(plan))
 
 
 def write_dataset_info(plan: Plan, target: Target, files: Collection[str]) -> str | None:
@@ -109,7 +104,6 @@ DIALECT = Dialect(
             name=FILE,
             what=Message("llamafactory.file"),
             write=write,
-            is_optional=True,
             notes=llamafactory_notes,
             version=lambda plan, target: llamafactory_wanted(target),
         ),

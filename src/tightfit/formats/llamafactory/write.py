@@ -179,12 +179,11 @@ def names_its_data(plan: Plan, target: Target) -> bool:
 
 def llamafactory_wanted(target: Target) -> Said:
     """The release that the file is for, and which transformers that takes."""
-    asked, version = target.transformers_version, target.llamafactory_version
+    version = target.llamafactory_version
     newest = TRANSFORMERS_LIMITS.get(release(version))
     if newest is None:  # a release that we have not read
         return f"LLaMA-Factory {version}"
-    is_newer = release(asked) > release(newest)
-    return Message("llamafactory.wanted-older" if is_newer else "llamafactory.wanted", version=version, newest=newest)
+    return Message("llamafactory.wanted", version=version, newest=newest)
 
 
 def names_a_file(path: str) -> bool:

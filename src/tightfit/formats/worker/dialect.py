@@ -13,7 +13,7 @@ DIALECT = Dialect(
         PlanFile(
             name="worker.json",
             what=Message("planfile.worker-file"),
-            write=lambda plan, target, _: worker_json(plan) if plan.job.trainer == "tightfit" else None,
+            write=lambda plan, target, _: worker_json(plan),
         ),
     ),
 )

@@ -76,7 +76,7 @@ def worker_json(plan: Plan) -> str:
         "pipeline": _pipeline(way),
         "effective_batch": way.effective_batch,
         "deepspeed": deepspeed_file_of(plan),
-        "nvme_path": job.hardware.nvme_path,
+        "nvme_path": _nvme_path(job, way.levers),
         "data": asdict(job.data) | {"max_samples": job.max_samples, "overlong": overlong},
         "training": training_values(job, way.levers),
         "evaluation": asdict(job.evaluation),
@@ -106,6 +106,13 @@ def worker_json(plan: Plan) -> str:
         },
     }
     return json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _nvme_path(job: Job, levers: Levers) -> str | None:
+    path = job.hardware.nvme_path
+    if path is None and levers.streams and levers.offload_optimizer == "nvme":
+        raise ConfigError(Message("planfile.no-nvme-path"))
+    return path
 
 
 def training_values(job: Job, levers: Levers) -> dict[str, Any]:

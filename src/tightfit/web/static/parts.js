@@ -62,6 +62,27 @@ export function slide(place, values, make) {
   });
 }
 
+const two = (number) => String(number).padStart(2, "0");
+
+/** A moment in this browser's time, as everything on these pages that has one: `2026-02-03 04:05:06`. */
+export function when(moment) {
+  const at = new Date(moment);
+  const day = [at.getFullYear(), two(at.getMonth() + 1), two(at.getDate())].join("-");
+  return `${day} ${[at.getHours(), at.getMinutes(), at.getSeconds()].map(two).join(":")}`;
+}
+
+/** What the server has written in universal time. */
+export function localise(place) {
+  for (const each of place.querySelectorAll("time[datetime]")) put(each, when(each.dateTime).slice(0, 16));
+}
+
+/** `Europe/Berlin, UTC+01:00` */
+export function zone() {
+  const minutes = -new Date().getTimezoneOffset();
+  const [hours, rest] = [Math.floor(Math.abs(minutes) / 60), Math.abs(minutes) % 60];
+  return `${Intl.DateTimeFormat().resolvedOptions().timeZone}, UTC${minutes < 0 ? "-" : "+"}${two(hours)}:${two(rest)}`;
+}
+
 const CALM_MS = 1500;
 
 /** Says to screen readers what matters, once: not again when only a figure in it has changed, and not what is over before

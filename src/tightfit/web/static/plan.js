@@ -1,6 +1,8 @@
 // The Plan view: asks again as the sliders move and shows what comes back as HTML from our own templates. The state is
 // the address, so that the page without this script, a link, and the back button all mean the same.
 
+import { makeCombo } from "/static/combo.js";
+import { frontierFor, pauseFrontier } from "/static/frontier.js";
 import { listen as listenToKeys, steer, stopOf } from "/static/heat.js";
 
 const form = document.getElementById("plan");
@@ -25,11 +27,15 @@ while (SEQUENCES.at(-1) < 131072) {
 const SHARES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 
 let asked = null;
+let pending = null; // the question of the answer that is on its way
+const ahead = { asked: null, said: "", goesOn: false }; // the question that is asked before somebody does
+let moved = null; // the slider that was moved last, and to which side
 let guessing = false;
 let guessAgain = false;
 let timer = 0;
 let restTimer = 0;
 let sayTimer = 0;
+let goesToCompared = false; // once the comparison that was asked for is there
 
 // --- the question ---
 
@@ -97,6 +103,16 @@ function shareBatch() {
   field("effective-batch").value = Math.max(1, Math.round(batch / each)) * each;
 }
 
+// `2x8xA100` in the card's box says all three: what was written last wins over the sliders.
+function takeCounts() {
+  const found = /^(?:(\d{1,6})\s*[x×*]\s*)?(\d{1,6})\s*[x×*]\s*(\D.*|\d{3,}.*|\d+\s*GB.*)$/i.exec(field("card").value.trim());
+  if (!found) return;
+  const [, nodes, gpus, card] = found;
+  field("card").value = card;
+  field("gpus").value = gpus;
+  if (nodes) field("nodes").value = nodes;
+}
+
 function fill(search) {
   const said = new URLSearchParams(search);
   if (![...said.keys()].some((name) => field(name))) return; // the bare address: the server's own values stand
@@ -111,28 +127,57 @@ function fill(search) {
 
 // --- the answer ---
 
-function say(text) {
+function say(text, about = "") {
   const line = document.createElement("p");
   line.className = "notice bad";
   line.setAttribute("role", "alert");
+  line.dataset.field = about;
   line.textContent = text;
   complain(line);
+}
+
+function describe(each, change) {
+  const ids = change((each.getAttribute("aria-describedby") ?? "").split(" ").filter(Boolean));
+  if (ids.length) each.setAttribute("aria-describedby", ids.join(" "));
+  else each.removeAttribute("aria-describedby");
+}
+
+// The field that is wrong is marked, and says what is: on a phone the sentence above may be out of sight.
+function mark(name = "", text = "") {
+  for (const each of form.querySelectorAll("[aria-invalid]")) {
+    each.removeAttribute("aria-invalid");
+    describe(each, (ids) => ids.filter((id) => id !== "wrong"));
+  }
+  form.querySelector(".wrong")?.remove();
+  const wrong = name ? field(name) : null;
+  if (!(wrong instanceof HTMLElement)) return;
+  const line = document.createElement("p");
+  line.className = "wrong";
+  line.id = "wrong";
+  line.textContent = text;
+  wrong.setAttribute("aria-invalid", "true");
+  describe(wrong, (ids) => [line.id, ...ids]);
+  const hidden = wrong.closest("details:not([open])");
+  if (hidden) hidden.open = true;
+  wrong.closest(".field, details").append(line);
 }
 
 function complain(line) {
   clearTimeout(sayTimer);
   problem.replaceChildren(line);
-  verdict.textContent = "";
+  mark(line.dataset.field, line.textContent);
+  verdict.replaceChildren();
   for (const part of [answer, heat, files]) part.classList.add("stale");
 }
 
 function put(place, html) {
   const open = [...place.querySelectorAll("details[open]")].map((each) => each.id);
-  const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
+  const held = place.contains(document.activeElement);
+  const focused = document.activeElement.id;
   place.innerHTML = html; // made by our templates, in which what was typed is text alone
   for (const id of open) document.getElementById(id)?.setAttribute("open", "");
   if (place === heatMap) steer(heatMap);
-  if (focused) (document.getElementById(focused) ?? stopOf(place))?.focus();
+  if (held) ((focused && document.getElementById(focused)) || stopOf(place) || verdict).focus({ preventScroll: true });
   offerCopies(place);
 }
 
@@ -147,16 +192,22 @@ async function ask() {
   const mine = new AbortController();
   asked = mine;
   const said = query();
+  pending = said;
   for (const part of [answer, heat, files]) part.setAttribute("aria-busy", "true");
   try {
     const found = show(await fetched(`/plan/answer?${said}`, mine.signal));
     if (!found) return;
+    if (goesToCompared) document.getElementById("compare")?.scrollIntoView();
+    goesToCompared = false;
     if (found.dataset.advised !== "1") show(await fetched(`/plan/answer?${said}&advice=1`, mine.signal));
     restTimer = setTimeout(() => rest(said, mine.signal), REST_MS);
   } catch (error) {
     if (error.name !== "AbortError") say(error instanceof TypeError ? words.unreachable : error.message);
   } finally {
-    if (asked === mine) answer.removeAttribute("aria-busy");
+    if (asked === mine) {
+      answer.removeAttribute("aria-busy");
+      pending = null;
+    }
   }
 }
 
@@ -189,20 +240,44 @@ function show(html) {
     return null;
   }
   problem.replaceChildren();
+  mark();
   for (const part of [answer, heat, files]) part.classList.remove("stale");
-  put(answer, html);
+  const card = made.content.querySelector(".card");
+  card.remove();
+  if (verdict.innerHTML !== card.innerHTML) verdict.replaceChildren(...card.childNodes);
+  put(answer, made.innerHTML);
   const found = answer.querySelector(".found");
-  if (verdict.textContent !== found.dataset.verdict) verdict.textContent = found.dataset.verdict;
   clearTimeout(sayTimer);
   sayTimer = setTimeout(() => { said.textContent = found.dataset.said; }, SAY_MS);
   return found;
 }
 
 async function rest(said, signal) {
+  askAhead().catch(() => {});
+  frontierFor(said);
   try {
     await Promise.all([restOf("files", files, filesList, said, signal), restOf("heat", heat, heatMap, said, signal)]);
   } catch (error) {
     if (error.name !== "AbortError") heat.classList.add("stale");
+  }
+}
+
+// Who moves a slider is likely to move it on: the server knows the answers of the next stops when they are asked for.
+async function askAhead() {
+  if (!moved) return;
+  const { name, step } = moved;
+  const mine = new AbortController();
+  Object.assign(ahead, { asked: mine, goesOn: true });
+  const at = nearest(name);
+  for (const place of [at + step, at + 2 * step, at - step]) {
+    if (place < 0 || place > STOPS[name].most()) continue;
+    const kept = ["gpus", "seq", "effective-batch"].map((each) => [each, field(each).value]);
+    field(name).value = STOPS[name].value(place);
+    if (name === "gpus") shareBatch();
+    ahead.said = query();
+    for (const [each, value] of kept) field(each).value = value;
+    await fetched(`/plan/answer?${ahead.said}`, mine.signal);
+    if (!ahead.goesOn || ahead.asked !== mine) return;
   }
 }
 
@@ -230,8 +305,13 @@ function address(push) {
 
 function later(push) {
   address(push);
+  if (pending === query()) return; // a slider that is let go asks what it asked when it moved there
+  pauseFrontier();
   asked?.abort();
   asked = null;
+  pending = null;
+  ahead.goesOn = false;
+  if (ahead.said !== query()) ahead.asked?.abort(); // what is asked for now may be half known
   clearTimeout(timer);
   clearTimeout(restTimer);
   clearTimeout(sayTimer);
@@ -245,9 +325,9 @@ function later(push) {
 
 form.addEventListener("input", (event) => {
   const slider = event.target;
-  if (slider.list && [...slider.list.options].some((each) => each.value === slider.value)) later(false);
   if (slider.type !== "range") return;
   const name = slider.dataset.for;
+  moved = { name, step: Number(slider.value) < nearest(name) ? -1 : 1 };
   field(name).value = STOPS[name].value(Number(slider.value));
   slider.setAttribute("aria-valuetext", STOPS[name].word(field(name).value));
   if (name === "gpus") shareBatch();
@@ -257,18 +337,20 @@ form.addEventListener("change", async (event) => {
   const changed = event.target;
   if (changed.type === "range") return later(true);
   if (changed.name === "config" && !(await reduce())) return undefined;
-  if (["gpus", "nodes", "micro-batch"].includes(changed.name)) shareBatch();
+  if (changed.name === "card") takeCounts();
+  if (["gpus", "nodes", "card", "micro-batch"].includes(changed.name)) shareBatch();
   placeAll();
   return later(true);
 });
 form.addEventListener("submit", (event) => {
   event.preventDefault();
+  takeCounts();
   placeAll();
   later(true);
 });
 document.getElementById("config-clear").addEventListener("click", () => {
   field("config").value = "";
-  if (!field("model").value) field("model").value = "7b_mamba";
+  if (!field("model").value) field("model").value = form.dataset.model;
   placeAll();
   later(true);
 });
@@ -297,7 +379,7 @@ async function reduce() {
   try {
     const sent = await fetch("/plan/config", { method: "POST", body: text, headers: { "Content-Type": "text/plain" } });
     const said = await sent.json();
-    if (said.problem) say(said.problem);
+    if (said.problem) say(said.problem.text, "config");
     else field("config").value = said.config;
     return !said.problem;
   } catch {
@@ -306,12 +388,27 @@ async function reduce() {
   }
 }
 
+// A config may be pasted into the model's box as well, where people look for it.
+field("model").addEventListener("paste", (event) => {
+  const text = event.clipboardData.getData("text").trim();
+  if (!text.startsWith("{")) return;
+  event.preventDefault();
+  document.getElementById("paste").open = true;
+  field("config").value = text;
+  field("config").dispatchEvent(new Event("change", { bubbles: true }));
+});
+
 document.addEventListener("click", async (event) => {
   const target = event.target instanceof Element ? event.target : null;
-  const cell = target?.closest("a.cell, a.allow");
+  const cell = target?.closest("a.cell, a.allow, a.ask, a.compare, a.how-long, a.picture, a.copy-link");
   if (cell && !(event.ctrlKey || event.metaKey || event.shiftKey)) {
     event.preventDefault();
-    if (cell.dataset.allow) allow(cell.dataset.allow);
+    if (cell.matches(".how-long")) return field("max-steps").focus();
+    if (cell.matches(".picture")) return savePicture(cell.href);
+    if (cell.matches(".copy-link")) return copyLink(cell);
+    if (cell.matches(".compare")) compare(cell.dataset.compare);
+    else if (cell.dataset.allow) allow(cell.dataset.allow);
+    else if (cell.matches(".ask") || "wholeQuestion" in cell.dataset) askWhole(cell.search);
     else choose(cell.dataset);
     return later(true);
   }
@@ -334,6 +431,20 @@ function choose({ seq, micro }) {
   placeAll();
 }
 
+// A question that a link holds as a whole; what was compared stays so.
+function askWhole(search) {
+  const compared = field("compare").value;
+  fill(search);
+  field("compare").value = compared;
+  shareBatch();
+  placeAll();
+}
+
+function compare(way) {
+  field("compare").value = way;
+  goesToCompared = Boolean(way);
+}
+
 function allow(name) {
   document.getElementById("allow-more").open = true;
   const box = form.querySelector(`input[name=allow][value="${name}"]`);
@@ -351,7 +462,7 @@ async function most(button) {
     const found = JSON.parse(await fetched(`/plan/most?${before}&max=${button.dataset.max}`));
     if (query() !== before) return; // something else is asked by now
     if (found.problem) {
-      say(found.problem);
+      say(found.problem.text, found.problem.field);
       return;
     }
     for (const [name, value] of Object.entries(found.fields)) field(name).value = value;
@@ -368,12 +479,48 @@ async function copy(copier) {
   const code = copier.parentElement.querySelector("code");
   try {
     await navigator.clipboard.writeText(code.textContent);
-    copier.textContent = words.copied;
+    tell(copier, words.copied);
   } catch {
     getSelection().selectAllChildren(code);
-    copier.textContent = words.copy_failed;
+    tell(copier, words.copy_failed);
   }
-  setTimeout(() => { copier.textContent = words.copy; }, 2000);
+}
+
+async function copyLink(link) {
+  try {
+    await navigator.clipboard.writeText(link.href);
+    tell(link, words.copied);
+  } catch {
+    location.assign(link.href); // where a browser does not let us copy, the address bar has it
+  }
+}
+
+function tell(button, text) {
+  const before = button.textContent;
+  button.textContent = text;
+  setTimeout(() => { button.textContent = before; }, 2000);
+}
+
+// The server draws it; a browser alone can make pixels of it.
+async function savePicture(href) {
+  const image = new Image();
+  image.src = href;
+  try {
+    await image.decode();
+  } catch {
+    return say(words.unreachable);
+  }
+  const canvas = document.createElement("canvas");
+  canvas.width = 2 * image.naturalWidth;
+  canvas.height = 2 * image.naturalHeight;
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  const made = await new Promise((resolve) => { canvas.toBlob(resolve, "image/png"); });
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(made);
+  link.download = "tightfit-plan.png";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  return undefined;
 }
 
 function offerCopies(place) {
@@ -399,7 +546,11 @@ answer.addEventListener("pointerout", (event) => {
   if (!to) pop.hidden = true;
 });
 
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") pop.hidden = true; });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  pop.hidden = true;
+  document.getElementById("use")?.removeAttribute("open");
+});
 
 function follow(event) {
   if (pop.hidden) return;
@@ -410,6 +561,7 @@ function follow(event) {
 }
 
 for (const each of form.querySelectorAll("input[type=range], .most")) each.hidden = false;
+for (const each of form.querySelectorAll("input[list]")) makeCombo(each, words);
 listenToKeys(heatMap);
 steer(heatMap);
 placeAll();
@@ -418,7 +570,10 @@ if (![...new URLSearchParams(location.search).keys()].some((name) => field(name)
   address(false); // a bare address says what it means, to be come back to
   settled = location.pathname + location.search;
 }
+const wrong = problem.querySelector("[data-field]");
+if (wrong) mark(wrong.dataset.field, wrong.textContent);
 if (answer.querySelector(".found")) {
+  frontierFor(query());
   asked = new AbortController(); // the map has come without the other ways, which take a while
   restOf("heat", heat, heatMap, query(), asked.signal).catch(() => {});
 }
