@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -105,6 +106,28 @@ def test_free_ports_can_be_bound_and_avoid_those_that_were_given_out() -> None:
     port = free_port()
     check_port(port)
     assert free_port([port]) != port
+
+
+def test_no_outgoing_connection_can_take_a_free_port_or_the_next_one_before_it_is_used() -> None:
+    """The system gives each of them one from its own range, which a desk of two nodes found its second port in."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(20):
+        port = free_port()
+        check_port(port + 1)
+        assert port + 1 < first
+
+
+@pytest.mark.parametrize("next_one", [False, True])
+def test_a_port_that_is_listened_on_or_whose_next_one_is_is_not_free(
+    next_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", free_port()))
+        taken.listen()
+        port = taken.getsockname()[1]
+        draws = iter([port - next_one, port + 1_000, port + 2_000, port + 3_000])
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(draws))
+        assert free_port() in (port + 1_000, port + 2_000, port + 3_000)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])  # noqa: S104

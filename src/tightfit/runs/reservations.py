@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -103,18 +104,39 @@ class Reservations:
         return self._folder / f"{entry.host}-{entry.pid}.json"
 
 
-_TRIES = 64
+_TRIES = 256
+_LOWEST = 15_000
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(taken: Collection[int] = ()) -> int:
-    """A port that nobody listens on, and that no run which is just starting was given (`taken`)."""
+    """A port that nobody listens on and no run that is just starting was given (`taken`); the one after it is free too.
+
+    It lies below those from which the system gives every outgoing connection one: until somebody listens there,
+    seconds later, such a connection could take it.
+    """
     for _ in range(_TRIES):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-        if port not in taken:
+        port = random.SystemRandom().randrange(_LOWEST, _first_ephemeral() - 1)
+        if port not in taken and _is_free(port) and _is_free(port + 1):
             return port
     raise ConfigError(Message("runs.no-port"))
+
+
+def _first_ephemeral() -> int:
+    try:
+        first = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 32_768
+    return first if first > _LOWEST + _TRIES else 65_536  # a system that gives out nearly all of them
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def check_port(port: int) -> None:
