@@ -68,7 +68,7 @@ def test_the_page_says_what_was_chosen_and_what_else_there_was(plan_of: MakePlan
     rows = [line for line in section(text, "What else there was").splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[1] for row in rows[1:]] == ["ZeRO-3, optimizer on CPU", "ZeRO-2"]
     assert [row.endswith("| yes |") for row in rows[1:]] == [True, False]
-    assert "2,345 ways were priced" in text
+    assert "2,345 ways were compared" in text
     assert "- ZeRO-2: It needs 2.1 GiB more than the card has at the optimizer step." in text
 
 

@@ -94,7 +94,7 @@ def compare(question: Question, seed: int) -> int:
                     timed_s = times[-1 if layers is None else layers]
                 assert timed_s == pytest.approx(step_s, rel=1e-12), levers
         if every:
-            scale, depth = Ladder(question, corner, set()).scale, levers.checkpointing
+            scale, depth = Ladder(question, corner).scale, levers.checkpointing
             footprint = estimate(shape, levers, hardware.world, hardware)
             totals = totals_of(footprint)
             assert scale.totals(depth) == totals, levers

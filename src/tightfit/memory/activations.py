@@ -107,7 +107,7 @@ def _runs_liger(levers: Levers, model_type: str) -> bool:
     return not plain and model_type in LIGER_MODELS
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
     head = head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied))
     recomputing = shape.n_layers if depth.layers is None else depth.layers
@@ -257,7 +257,7 @@ def _lowest(setting: Setting, frozen: int) -> int:
     return frozen if setting.trains_base else 0
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _layers(
     shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int
 ) -> tuple[int, int, int, int, int, tuple[Moment, ...]]:
@@ -272,12 +272,17 @@ def _layers(
     lowest = _lowest(setting, frozen)
     kept = host_kept = own = stream = before = moving = 0
     moments: list[Moment] = []
+    ways: dict[tuple[int, bool, bool], _Way] = {}  # layers of a kind differ in this alone
+    recomputing = shape.n_layers if depth.layers is None else depth.layers
     for index, kind in enumerate(shape.pattern):
         # below the first layer is the embedding, in working precision whatever the residual is
         stream = inputs[kind] if index or not shape.before else min(inputs[kind], embedded)
         if index < frozen and setting.trains_base:
             continue  # nothing below needs a gradient, so nothing is kept
-        cost, recomputes = _way(shape, setting, depth, index, index != lowest or trains_below)
+        key = kind, index < recomputing, index != lowest or trains_below
+        if key not in ways:
+            ways[key] = _way(shape, setting, depth, index, key[-1])
+        cost, recomputes = ways[key]
         before, moving = moving, 0
         if not recomputes:
             own = cost.saved

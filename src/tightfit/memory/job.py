@@ -133,6 +133,8 @@ def _count_received_bytes(shape: ModelShape, depth: Checkpointing, acts: Activat
 
 
 def at_depth(job: MemoryJob, depth: Checkpointing) -> MemoryJob:
+    if depth == job.depth:
+        return job
     levers = job.levers
     acts = activations_at(depth, job.shape, job.acts.setting, levers.frozen_layers, levers.loss == "fused")
     return replace(job, depth=depth, acts=acts)

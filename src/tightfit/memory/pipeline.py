@@ -87,7 +87,7 @@ def find_depth_obstacle(shape: ModelShape, levers: Levers) -> Message | None:
     return Message("inputs.stage-recomputes-too-many", word=checkpointing_word(levers.checkpointing), depth=depth)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _lay_out(
     shape: ModelShape, layers: tuple[range, ...], gpus: int, stages: int, micro_batches: int, frozen: int
 ) -> tuple[PipelineGpu, ...]:

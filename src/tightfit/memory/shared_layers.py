@@ -60,7 +60,7 @@ def count_uncut(block: Block, lora: Lora | None) -> Uncut:
 
 def inside_of(setting: Setting) -> Setting:
     """Where a rank has all tokens of its rows."""
-    return replace(setting, tensor=1)
+    return setting if setting.tensor == 1 else replace(setting, tensor=1)
 
 
 def run_inside(

@@ -161,13 +161,11 @@ def evaluate(job: MemoryJob) -> tuple[Components, Components]:
 
 def hold_always(job: MemoryJob) -> Components:
     levers, units = job.levers, units_of(job.shape, job.levers)
-    resident, streamed = split_layers(units, levers)
-    staying = units.before.bytes + units.after.bytes + sum([unit.bytes for unit in resident])
-    trained = [unit.trained for unit in units.layers if unit.trained]
+    layers = _weigh_layers(units.layers, levers.resident)
     held: Components = {
-        "weights": staying + job.weights.scales_bytes,
-        "gathered_weights": _slot_bytes(streamed),
-        "gradients": FP32 * max(trained, default=0) * min(GRADS, len(trained)),
+        "weights": units.before.bytes + layers.staying + units.after.bytes + job.weights.scales_bytes,
+        "gathered_weights": layers.slots,
+        "gradients": FP32 * layers.gradients,
         "temporaries": job.workspaces + _count_passing_bytes(job),
     }
     if levers.method != "full":
@@ -185,16 +183,28 @@ def _count_passing_bytes(job: MemoryJob) -> int:
     return PASSING * (FP32 + job.weights.width + masters + 2 + WIDENED_BYTES)
 
 
-def split_layers(units: Units, levers: Levers) -> tuple[list[Unit], list[Unit]]:
-    """Those that stay on the GPU, and those that stream."""
+class _Layers(NamedTuple):
+    """What the layers hold together."""
+
+    staying: int  # weights of those that stay on the GPU
+    slots: int  # for the weights of the others
+    gradients: int  # elements
+    home: int  # weights that rest on the host: of layers that stream, and of those that train
+
+
+@lru_cache(maxsize=1024)
+def _weigh_layers(layers: tuple[Unit, ...], resident: int) -> _Layers:
     split: tuple[list[Unit], list[Unit]] = [], []
-    for number, unit in enumerate(units.layers):
-        split[not stays(number, levers.resident, len(units.layers))].append(unit)
-    return split
-
-
-def _slot_bytes(streamed: list[Unit]) -> int:
-    return min(SLOTS, len(streamed)) * max([unit.bytes for unit in streamed], default=0)
+    for number, unit in enumerate(layers):
+        split[not stays(number, resident, len(layers))].append(unit)
+    staying, streamed = split
+    trained = [unit.trained for unit in layers if unit.trained]
+    return _Layers(
+        staying=sum([unit.bytes for unit in staying]),
+        slots=min(SLOTS, len(streamed)) * max([unit.bytes for unit in streamed], default=0),
+        gradients=max(trained, default=0) * min(GRADS, len(trained)),
+        home=sum([pages(unit.bytes) for unit in (*streamed, *[unit for unit in staying if unit.trained])]),
+    )
 
 
 def _adapters_gradients(job: MemoryJob) -> Components:
@@ -315,9 +325,8 @@ def _has_masters(levers: Levers) -> bool:
 
 def home_bytes(units: Units, levers: Levers) -> int:
     """Weights that rest there: of layers that stream, and of whatever trains."""
-    resident, streamed = split_layers(units, levers)
-    trained = [unit for unit in (units.before, *resident, units.after) if unit.trained]
-    return sum([pages(unit.bytes) for unit in (*streamed, *trained)])
+    ends = [pages(unit.bytes) for unit in (units.before, units.after) if unit.trained]
+    return _weigh_layers(units.layers, levers.resident).home + sum(ends)
 
 
 def _all(units: Units) -> list[Unit]:

@@ -24,7 +24,7 @@ from tightfit.memory import estimate
 from tightfit.memory.activations import setting_of
 from tightfit.memory.pipeline import PipelineGpu, Stage, lay_out
 from tightfit.pace import engines, stream
-from tightfit.pace.clock import TIE_S, Clock, KernelChoice, clock_of
+from tightfit.pace.clock import TIE_S, Clock, KernelChoice, RowClock, clock_of
 from tightfit.pace.pipeline import RowTime, find_waits, hand_over_each_s
 from tightfit.pace.rates import (
     Rates,
@@ -39,7 +39,7 @@ from tightfit.pace.warm_up import warm_up_s
 from tightfit.pace.work import exchange_s, passes_of
 from tightfit.types import Cause, Hardware, Levers, ModelShape, Pace, RateUsed
 
-__all__ = ["TIE_S", "Clock", "KernelChoice", "RowTime", "clock_of", "pace", "step_seconds", "time_row"]
+__all__ = ["TIE_S", "Clock", "KernelChoice", "RowClock", "RowTime", "clock_of", "pace", "step_seconds", "time_row"]
 
 LEAST_OPEN = 0.002
 """A rate that leaves less than this share of a step open is not reported."""

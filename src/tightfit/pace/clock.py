@@ -1,4 +1,4 @@
-"""Step times of many ways at once, as a search asks for them: at every depth of checkpointing.
+"""Step times of many ways, as a search asks for them: at whatever depths of checkpointing it has to know.
 
 The ways of one strategy differ in micro batch, loss, kernels, buckets, and in what of a layer recomputes. What the
 computation takes does not depend on the buckets, and what is communicated depends on nothing else, so each is worked
@@ -7,9 +7,9 @@ out once, for compiled layers and for others, and only their meeting is priced f
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from tightfit.memory.activations import sent_by, setting_of
 from tightfit.memory.operations import Setting
@@ -38,12 +38,51 @@ class KernelChoice(NamedTuple):
         return rest.change(attention=self.attention, scan=self.scan, buckets=self.buckets)
 
 
-class _Backward(NamedTuple):
-    """Seconds of one backward pass, at every depth."""
+class Times(Sequence[float]):
+    """The seconds of a step at each of some depths, worked out when they are first asked for: of most ways a search
+    wants to know one or two."""
 
-    busy: list[float]  # of the GPU or of the host, whichever takes longer
-    net: list[float]  # the same less what launches are ahead
-    idle: list[float]  # of that, what the GPU waits
+    def __init__(self, depths: Sequence[int], seconds: Callable[[int], float]) -> None:
+        """`seconds`: by how many layers recompute."""
+        self.depths, self._seconds, self._known = depths, seconds, dict[int, float]()
+
+    def __len__(self) -> int:
+        return len(self.depths)
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[float]: ...
+
+    def __getitem__(self, index: int | slice) -> float | list[float]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        depth = self.depths[index]
+        if depth not in self._known:
+            self._known[depth] = self._seconds(depth)
+        return self._known[depth]
+
+    def at(self, depths: Sequence[int]) -> Times:
+        """The same at fewer depths."""
+        return Times(depths, self._seconds)
+
+
+class _Pass(NamedTuple):
+    """Seconds of one backward pass."""
+
+    busy: float  # of the GPU or of the host, whichever takes longer
+    net: float  # the same less what launches are ahead
+    idle: float  # of that, what the GPU waits
+
+    @classmethod
+    def of(cls, gpu: float, host: float, lead: float) -> _Pass:
+        behind = host - lead
+        return cls(gpu if gpu > host else host, gpu if gpu > behind else behind, 0.0 if gpu > behind else behind - gpu)
+
+
+_Backward = list[_Pass]
+"""Backward passes by how many layers recompute."""
 
 
 class Clock:
@@ -59,50 +98,62 @@ class Clock:
         self._back: dict[_BackKey, _Backward] = {}
         self._settings: dict[tuple[Computed, bool], Setting] = {}
 
-    def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
-        """`pace(...).step_s` for every depth of checkpointing, from none of the layers to all, each with the parts that
+    def times(self, rest: Levers, choice: KernelChoice) -> Times:
+        """`pace(...).step_s` at any depth of checkpointing, from none of the layers to all, each with the parts that
         `rest.checkpointing` selects, and what compiled layers keep on the host if it says so. Inputs of other layers
         stay on the GPU, whatever it says.
         """
-        computed = _computing_key(rest, choice)
-        passes = self._passes.get(computed) or self._passes_of(rest, choice)
-        traffic = self._traffic.get((choice.buckets, rest.compile)) or self._traffic_of(rest, choice)
+        passes, traffic = self._passes_of(rest, choice), self._traffic_of(rest, choice)
         micro_batches = rest.accumulation
         fixed = self.step_s + traffic.updated + traffic.reductions(micro_batches) * traffic.to_host
         if not traffic.overlaps:
             fixed += traffic.reductions(micro_batches) * traffic.reduced
-        key = computed, rest.checkpointing.select, traffic.copied, traffic.copied_back, traffic.host
-        busy, net, idle = self._back.get(key) or self._backward(rest, choice, key)
+        bare, more = self._bare_of(passes, traffic), micro_batches - 1 if traffic.added else 0
         waited = traffic.price_waiting(traffic.rounds_back(micro_batches))
+        backward: _Backward | None = None
+
+        def backward_at(layers: int) -> _Pass:
+            nonlocal backward
+            if not layers:
+                return bare
+            if backward is None:
+                moved = traffic.copied, traffic.copied_back, traffic.host
+                key = computing_key(rest, choice), rest.checkpointing.select, *moved
+                backward = self._back.get(key) or self._backward(rest, choice, key)
+            return backward[layers]
+
         if rest.checkpointing.offload and rest.compile == "layers":
             kept = sent_by(self.shape, self._setting_of(rest, choice), rest.frozen_layers, rest.checkpointing.select)
             forward = passes.busy(traffic)
             waited_before = traffic.price_waiting([(micro_batches, traffic.gathered)])
             fixed += micro_batches * forward
-            sent = [size / self.rates.host_link for size in kept]
-            times = [
-                fixed
-                + waited_before(forward, sent[depth])
-                + micro_batches * net[depth]
-                + waited(busy[depth], sent[depth])
-                for depth in range(len(net))
-            ]
+
+            def seconds(layers: int) -> float:
+                back, sent = backward_at(layers), kept[layers] / self.rates.host_link
+                waits = waited_before(forward, sent) + waited(back.busy, sent)
+                return fixed + waits + micro_batches * back.net + more * max(0.0, traffic.added - back.idle)
+
         else:
             fixed += micro_batches * passes.forward_s(traffic)
-            hidden = bisect_right(busy, traffic.hidden_s)  # a deeper pass is longer
-            most = waited(busy[-1], 0.0)
-            times = [fixed + micro_batches * net[depth] + waited(busy[depth], 0.0) for depth in range(hidden)]
-            times += [fixed + micro_batches * seconds + most for seconds in net[hidden:]]
-        if traffic.added and micro_batches > 1:
-            added, more = traffic.added, micro_batches - 1
-            return [each + more * max(0.0, added - free) for each, free in zip(times, idle, strict=True)]
-        return times
+
+            def seconds(layers: int) -> float:
+                back = backward_at(layers)
+                waits = waited(back.busy, 0.0)
+                return fixed + waits + micro_batches * back.net + more * max(0.0, traffic.added - back.idle)
+
+        return Times(range(self.shape.n_layers + 1), seconds)
 
     def least_s(self, sequences: int) -> float:
         """So many sequences take no less on one GPU, in whatever micro batches; rounded down a little, since it is
         compared with what was summed up otherwise."""
         setting = setting_of(replace(self.strategy, micro_batch=sequences), self.hardware.gpu, self.shape.model_type)
         return least_products_s(self.shape, setting, self.rates.card, frozen_of(self.strategy)) * (1 - 1e-9)
+
+    def bound_s(self, rest: Levers, choice: KernelChoice) -> float:
+        """No depth takes less: what the GPU computes when nothing recomputes, a little less as above."""
+        passes = self._passes_of(rest, choice)
+        busy = passes.forward_gpu + passes.back_gpu
+        return (self.step_s + rest.accumulation * busy) * (1 - 1e-9)
 
     def own_s(self, rest: Levers, choice: KernelChoice) -> float:
         """What the GPU itself computes and moves in a step in which nothing recomputes."""
@@ -120,18 +171,22 @@ class Clock:
 
     def _setting_of(self, rest: Levers, choice: KernelChoice) -> Setting:
         """Of its parts only whether any are selected decides: then Liger's kernels do not run."""
-        key = _computing_key(rest, choice), bool(rest.checkpointing.select)
+        key = computing_key(rest, choice), bool(rest.checkpointing.select)
         if key not in self._settings:
             self._settings[key] = setting_of(choice.over(rest), self.hardware.gpu, self.shape.model_type)
         return self._settings[key]
 
     def _passes_of(self, rest: Levers, choice: KernelChoice) -> PassTimes:
         """Nothing recomputes."""
-        key = _computing_key(rest, choice)
+        key = computing_key(rest, choice)
         if key not in self._passes:
             levers = choice.over(rest)
             self._passes[key] = passes_of(self.shape, levers, self.hardware.gpu, self.rates, recomputing=0)
         return self._passes[key]
+
+    def _bare_of(self, passes: PassTimes, traffic: Traffic) -> _Pass:
+        gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
+        return _Pass.of(gpu, host, passes.lead(traffic))
 
     def _backward(self, rest: Levers, choice: KernelChoice, key: _BackKey) -> _Backward:
         passes, traffic = self._passes_of(rest, choice), self._traffic_of(rest, choice)
@@ -139,7 +194,7 @@ class Clock:
         layers = [layer_time(block, shape.hidden_size, setting, self.rates.card) for block in shape.blocks]
         gpu, host = passes.back_gpu + traffic.copied_back, passes.host_back + traffic.host_back
         each, lead = 0.0 if engines.gathers_once(rest) else traffic.host / shape.n_layers, passes.lead(traffic)
-        found = _Backward([max(gpu, host)], [max(gpu, host - lead)], [max(0.0, host - lead - gpu)])
+        found = [self._bare_of(passes, traffic)]
         again: list[tuple[float, float]] = []
         for kind, layer in enumerate(layers):
             once, light = recompute_time(layer, rest.checkpointing.select), Again(0.0, 0.0, 0.0)
@@ -158,10 +213,7 @@ class Clock:
             if index >= frozen:
                 gpu += again[kind][0]
                 host += again[kind][1]
-            behind = host - lead
-            found.busy.append(gpu if gpu > host else host)
-            found.net.append(gpu if gpu > behind else behind)
-            found.idle.append(0.0 if gpu > behind else behind - gpu)
+            found.append(_Pass.of(gpu, host, lead))
         self._back[key] = found
         return found
 
@@ -173,28 +225,34 @@ class RowClock:
         self.shape, self.hardware, self.row = shape, hardware, lay_out(shape, strategy)
         self.clocks = [Clock(gpu.shape, gpu.levers(strategy), hardware) for gpu in self.row]
 
-    def times(self, rest: Levers, choice: KernelChoice) -> list[float]:
+    def bound_s(self, rest: Levers, choice: KernelChoice) -> float:
+        """No depth takes less: what the GPU at the beginning computes when nothing recomputes."""
+        return self.clocks[0].bound_s(rest.change(frozen_layers=self.row[0].frozen), choice)
+
+    def times(self, rest: Levers, choice: KernelChoice) -> Times:
         """By how many layers of each stage recompute, from none to all of the longest."""
         each = [
             clock.times(rest.change(frozen_layers=gpu.frozen), choice)
             for gpu, clock in zip(self.row, self.clocks, strict=True)
         ]
-        levers, found = choice.over(rest), list[float]()
+        levers = choice.over(rest)
         each_s = hand_over_each_s(self.shape, levers, self.hardware, self.clocks[0].rates)
-        for depth in range(count_depths(self.shape, rest) + 1):
+
+        def seconds(depth: int) -> float:
             times = [
                 RowTime(gpu.place, own[gpu.count_recomputing(depth)], clock.step_s, gpu.alike)
                 for own, clock, gpu in zip(each, self.clocks, self.row, strict=True)
             ]
-            found.append(find_waits(levers, each_s, times).sum(times))
-        return found
+            return find_waits(levers, each_s, times).sum(times)
+
+        return Times(range(count_depths(self.shape, rest) + 1), seconds)
 
 
 def clock_of(shape: ModelShape, strategy: Levers, hardware: Hardware) -> Clock | RowClock:
     return (Clock if strategy.pipeline_parallel == 1 else RowClock)(shape, strategy, hardware)
 
 
-def _computing_key(rest: Levers, choice: KernelChoice) -> Computed:
+def computing_key(rest: Levers, choice: KernelChoice) -> Computed:
     return rest.micro_batch, rest.loss, choice.attention, choice.scan, rest.compile, rest.kernels, rest.mlp
 
 

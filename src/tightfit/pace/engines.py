@@ -151,13 +151,6 @@ class Traffic(NamedTuple):
 
         return wait
 
-    @property
-    def hidden_s(self) -> float:
-        """All that is moved beside a backward pass that takes longer than this costs it the same, however long; as long
-        as layers send nothing."""
-        moved = max(self.gathered_back + (self.reduced if self.overlaps else 0.0), self.replicated)
-        return moved + self.from_host if self.shares_host else max(moved, self.from_host)
-
     def rounds_back(self, accumulation: int) -> list[tuple[int, float]]:
         """The backward passes of a step, of which some or all reduce gradients: how many move how long. Between groups
         the network carries them, beside what a group does in its node."""

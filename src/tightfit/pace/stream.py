@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tightfit.memory.activations import activations_at, setting_of
 from tightfit.memory.units import AHEAD, GRADS, SLOTS, Unit, count_kept, stays, units_of, updates_ahead, waits_for_norm
@@ -194,12 +194,16 @@ class StreamClock:
         sent = self._sent_s(depth, again - frozen) if depth.offload and again > frozen else 0.0
         nothing = _Busy(0.0, 0.0)
         found = [self._turn(units.before, nothing, None if frozen else nothing, streams=False)]
+        known = dict[Any, Turn]()  # layers of a kind differ in little
         for index, kind in enumerate(shape.pattern):
             time, back = kinds[kind], None
             if index >= frozen:
                 back = time.back_at(index, again)
             streams = not stays(index, resident, shape.n_layers)
-            turn = self._turn(units.layers[index], time.forward, back, streams=streams)
+            key = kind, units.layers[index], id(back), streams
+            if key not in known:
+                known[key] = self._turn(units.layers[index], time.forward, back, streams=streams)
+            turn = known[key]
             found.append(turn._replace(sent=sent) if sent and frozen <= index < again else turn)
         found.append(self._turn(units.after, ends.forward, ends.back, streams=False))
         return self._bring_states(found)

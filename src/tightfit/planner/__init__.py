@@ -26,6 +26,7 @@ from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.saving import is_open, settle_saving
 from tightfit.planner.search import SearchResult, list_strategies, search, search_strategy
+from tightfit.planner.team import Task
 from tightfit.planner.tiers import STANDS_IN, TIERS, Tier, apply_tier, by_memory, from_card_down
 from tightfit.planner.trainers import Abilities, check_pins
 from tightfit.priced import GIB, amounts, strategy_name
@@ -238,7 +239,7 @@ def settle_selection(shape: ModelShape, levers: Levers, hardware: Hardware) -> L
         trainer=Abilities(trainer=levers.trainer),
         every_gpu=True,
     )
-    way = search_strategy(question, levers)
+    way = search_strategy(question, Task(levers)).way
     if way is None:
         raise ConfigError(Message("plan.nothing-to-select", model=shape.name))
     return way.levers

@@ -11,8 +11,9 @@ same cut.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from tightfit.memory import Scale, Totals, fullest_of
@@ -43,7 +44,7 @@ class Cut(NamedTuple):
         return self.excess, self.times
 
 
-def find_balanced(question: Question, race: list[tuple[Corner, list[float]]], most_s: float) -> Levers | None:
+def find_balanced(question: Question, race: list[tuple[Corner, Sequence[float]]], most_s: float) -> Levers | None:
     """The fastest way that fits and takes less than `most_s`, of a pipeline whose layers may be moved.
 
     `race`: each corner with its seconds at every depth, as arithmetic has its layers; hardly any other split is faster
@@ -51,7 +52,7 @@ def find_balanced(question: Question, race: list[tuple[Corner, list[float]]], mo
     room there has none with fewer layers that recompute."""
     best: Levers | None = None
     for corner, times in sorted(race, key=lambda each: each[1][0]):
-        ladder = Ladder(question, corner, set())
+        ladder = Ladder(question, corner)
         for index in reversed(range(min(bisect_left(times, most_s), len(ladder.depths)))):
             levers = ladder.at(ladder.depth_at(index))
             if not _has_room(question, ladder.scale, levers):
@@ -84,10 +85,16 @@ def _has_room(question: Question, scale: Scale, levers: Levers) -> bool:
 def balance(question: Question, levers: Levers) -> Cut:
     """The best that moving layers leads to; it may still lack room."""
     priced = _Priced(question, levers)
-    best = priced.cut(list(map(len, split_layers(question.shape, levers))))
+    own = priced.split(list(map(len, split_layers(question.shape, levers))))
+    best = priced.time(own, *priced.weigh(own))
     while True:
-        moves = _moves(list(best.levers.layer_counts), best.giver, levers.pipeline_parallel)
-        better = min(map(priced.cut, moves), key=lambda cut: cut.rank, default=best)
+        moves = map(priced.split, _moves(list(best.levers.layer_counts), best.giver, levers.pipeline_parallel))
+        weighed = [(each, *priced.weigh(each)) for each in moves]
+        least = min([excess for _, excess, _ in weighed], default=inf)
+        if least > best.excess:
+            return best
+        tried = [priced.time(*each) for each in weighed if each[1] == least]  # of the others the pace does not count
+        better = min(tried, key=lambda cut: cut.rank)
         if better.rank >= best.rank:
             return best
         best = better
@@ -101,9 +108,10 @@ class _Priced:
         self.weighed: dict[tuple[Stage, ...], Totals] = {}
         self.timed: dict[tuple[Stage, ...], RowTime] = {}
 
-    def cut(self, counts: list[int]) -> Cut:
-        levers = self.levers.change(stage_layers=",".join(map(str, counts)))
-        excess, fullest = self.weigh(levers)
+    def split(self, counts: list[int]) -> Levers:
+        return self.levers.change(stage_layers=",".join(map(str, counts)))
+
+    def time(self, levers: Levers, excess: int, fullest: int) -> Cut:
         step_s, times = time_row(self.question.shape, levers, self.question.hardware, self.timed)
         slowest = max(times, key=lambda each: each.whole)
         every = sorted((each.whole for each in times for _ in range(each.alike)), reverse=True)

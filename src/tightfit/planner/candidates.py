@@ -126,6 +126,10 @@ class Corner:
             return 0, n_layers
         return _every_depth(n_layers, sends=depth.offload)
 
+    def count_depths(self, n_layers: int, *, partial: bool = True) -> int:
+        """Those to compare; of what is pinned there is one."""
+        return len(self.depths(n_layers, partial=partial)) if self.searched else 1
+
     @cached_property
     def levers(self) -> Levers:
         """With full checkpointing, or with what was pinned. Most corners are timed alone, and need no levers."""

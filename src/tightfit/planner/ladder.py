@@ -34,7 +34,6 @@ from tightfit.types import Checkpointing, Levers
 FULL = Checkpointing(layers=None)
 OFFLOADED = Checkpointing(layers=None, offload=True)
 FP32 = 4
-Sizes = set[tuple[int, int]]  # distinct predictions of bytes, on the GPU and on the host
 Excess = Callable[[int], int]  # how far the corner is from fitting at the depth of this index; 0: it fits
 FEW = 4  # steps after which a search that went up looks whether there is anything to find
 
@@ -52,9 +51,8 @@ class Weighed(NamedTuple):
 class Ladder:
     """One corner at every depth of checkpointing, each weighed at most once."""
 
-    def __init__(self, question: Question, corner: Corner, sizes: Sizes) -> None:
-        """`sizes`: where what is weighed is counted."""
-        self.question, self.corner, self.sizes = question, corner, sizes
+    def __init__(self, question: Question, corner: Corner) -> None:
+        self.question, self.corner = question, corner
         self.depths: tuple[int, ...] = (0,)
         self.deepest = FULL
         if corner.searched:
@@ -67,6 +65,7 @@ class Ladder:
                 self.deepest = replace(self.deepest, layers=self.depths[-1])
         self.last = len(self.depths) - 1
         self.weighed: dict[Checkpointing, Weight] = {}
+        self._depths: dict[int, Checkpointing] = {self.last: self.deepest, 0: BARE}
 
     def _weigh_host(self, layers: int) -> int:
         return self.scale.steady(replace(self.deepest, layers=layers)).host
@@ -187,9 +186,9 @@ class Ladder:
     def depth_at(self, index: int) -> Checkpointing:
         if not self.corner.searched:
             return self.corner.levers.checkpointing
-        if index == 0:
-            return BARE
-        return self.deepest if index == self.last else replace(self.deepest, layers=self.depths[index])
+        if index not in self._depths:
+            self._depths[index] = replace(self.deepest, layers=self.depths[index])
+        return self._depths[index]
 
     def list_depths(self) -> list[Checkpointing]:
         """From none to all, and last offloading."""
@@ -202,7 +201,6 @@ class Ladder:
         weight = self.weighed.get(depth)
         if weight is None:
             weight = self.weighed[depth] = weight_of(self.question, self.scale, depth)
-        self.sizes.add((weight.required, weight.host))
         return weight
 
     def _floor(self, index: int) -> int:

@@ -115,7 +115,7 @@ class Plan:
     effective_batch: int
     chosen: Way | None  # None: nothing that was allowed fits
     alternatives: tuple[Way, ...]  # the best of each other strategy, those that fit first, each group the fastest first
-    considered: int  # candidates priced
+    considered: int  # candidates compared
     search_s: float
     because: tuple[Said, ...]  # why this one; or why none
     remedies: tuple[Remedy, ...] = ()

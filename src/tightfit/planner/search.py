@@ -1,8 +1,8 @@
 """The search: price what can be run, keep the fastest that fits.
 
-Time is cheap to predict and memory is not, so every candidate is timed, and memory is predicted only for those
-that can still win. `ladder.py` finds how many layers must recompute. The answer is that of trying everything,
-which a test compares.
+Time is cheap to predict and memory is not, so candidates race: each is known first by what it takes at least, then by
+its own time, and memory is predicted only for those that can still win. `ladder.py` finds how many layers must
+recompute. The answer is that of trying everything, which a test compares.
 
 Fewer GPUs than there are is a way as well: where the links are slow or the host's RAM is short, it can be the
 faster one, or the only one. That is also what makes the answer monotone: a machine with more GPUs can do
@@ -12,9 +12,10 @@ whatever a smaller one can.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
@@ -26,14 +27,15 @@ from tightfit.memory.operations import FP32
 from tightfit.memory.pipeline import count_depths
 from tightfit.memory.units import updates_ahead
 from tightfit.memory.weights import WIDTH
-from tightfit.pace import TIE_S, Clock, clock_of, pace, step_seconds
+from tightfit.pace import TIE_S, Clock, RowClock, clock_of, pace, step_seconds
 from tightfit.planner import stream
 from tightfit.planner.balance import LEAST_GAIN, balance, can_be_balanced, find_balanced
 from tightfit.planner.candidates import FILLED, LONG_TOKENS, Corner, complexity, corners, frugal, strategies
-from tightfit.planner.ladder import FULL, Ladder, Sizes, Weighed
+from tightfit.planner.ladder import FULL, Ladder, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
 from tightfit.planner.taught import narrow
+from tightfit.planner.team import Found, Task, find_best_s, find_team
 from tightfit.planner.wanted import check_wanted
 from tightfit.types import DDP, FSDP2, READ_TOGETHER, Buckets, Checkpointing, ConfigError, Levers, Moe
 
@@ -48,17 +50,13 @@ GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathere
 
 @dataclass(slots=True)
 class SearchResult:
-    """The best of each strategy, and how many candidates were priced."""
+    """The best of each strategy, and of how many candidates."""
 
     ways: list[Way] = field(default_factory=list)
     """One a strategy: its fastest that fits, or the one nearest to fitting."""
-    timed: set[float] = field(default_factory=set)  # distinct predictions of a step's seconds
-    weighed: Sizes = field(default_factory=set)
-
-    @property
-    def considered(self) -> int:
-        """Candidates that differ in what was predicted for them: every one is timed, and weighed if it can win."""
-        return max(len(self.timed), len(self.weighed))
+    considered: int = 0
+    """Candidates that were compared, each depth of checkpointing being one: priced, or known to lose from what they
+    take or hold at least."""
 
     @property
     def best(self) -> Way | None:
@@ -85,22 +83,16 @@ def search(question: Question, *, nearest: bool = True) -> SearchResult:
         most_s = inf if best is None else best.pace.step_s
         if not fits_at_all(fewer) if best is None else _is_slower(fewer, most_s + TIE_S):
             continue
-        attempt = SearchResult(timed=found.timed, weighed=found.weighed)
+        attempt = SearchResult()
         _search_world(fewer, attempt, most_s, nearest=False)
+        found.considered += attempt.considered
         if attempt.best is not None and (best is None or rank(attempt.best) < rank(best)):
             best = attempt.best
             found.ways.append(best)
     for guess in (_shared_layers, _pipelines):
-        for levers in guess(question, found):
-            _search_strategy(question, levers, found, found.best_s, nearest=False)
+        tasks = [Task(levers, found.best_s, nearest=False) for levers in guess(question, found)]
+        _search_all(question, found, (), tasks)
     return found
-
-
-def search_strategy(question: Question, levers: Levers) -> Way | None:
-    """The best of one strategy alone, or what is nearest to fitting."""
-    found = SearchResult()
-    _search_strategy(question, levers, found, inf, nearest=True)
-    return found.ways[0] if found.ways else None
 
 
 def something_fits(question: Question) -> bool:
@@ -112,7 +104,7 @@ def fits_at_all(question: Question) -> bool:
     """The same for all GPUs and no fewer."""
     for levers in list_strategies(question):
         check_wanted()
-        ladders = [Ladder(question, corner, set()) for corner in frugal(_corners(question, levers))]
+        ladders = [Ladder(question, corner) for corner in frugal(_corners(question, levers))]
         if _can_fit(ladders, floors=True):
             return True
         if _moves_layers(question, levers) and any(can_be_balanced(question, ladder) for ladder in ladders):
@@ -327,16 +319,19 @@ def _corners(question: Question, levers: Levers) -> Iterator[Corner]:
 
 def _search_world(question: Question, found: SearchResult, most_s: float = inf, *, nearest: bool) -> None:
     """The fastest of each strategy that fits, or the one nearest to fitting. `most_s`: slower ways than that are of no
-    interest. Of layers that stream, which stand last, that is so wherever anything else is faster."""
+    interest. Of layers that stream, and of variants on very many GPUs, that is so wherever anything else is faster:
+    they come last."""
     has_many = question.hardware.world >= MANY_GPUS
+    first, later, ahead = list[Task](), list[Task](), list[Task]()
     for levers in list_strategies(question):
-        if levers.update == "ahead" and "update" not in question.pinned and found.best is None and most_s == inf:
-            continue  # it takes as much of the GPU as to wait, and more of the host
         is_late = levers.streams or (has_many and _is_variant(question, levers))
-        if is_late and found.best is not None:
-            _search_strategy(question, levers, found, min(most_s, found.best_s), nearest=False)
+        task = Task(levers, most_s, nearest)
+        if levers.update == "ahead" and "update" not in question.pinned:
+            # It takes as much of the GPU as to wait, and more of the host.
+            ahead.append(task._replace(nearest=False, follows=most_s == inf))
         else:
-            _search_strategy(question, levers, found, most_s, nearest=nearest)
+            (later if is_late else first).append(task)
+    _search_all(question, found, first, [*later, *ahead])
 
 
 def _is_variant(question: Question, levers: Levers) -> bool:
@@ -344,40 +339,56 @@ def _is_variant(question: Question, levers: Levers) -> bool:
     return any(getattr(levers, name) != getattr(question.base, name) for name in VARIED)
 
 
-def _search_strategy(question: Question, levers: Levers, found: SearchResult, most_s: float, *, nearest: bool) -> None:
-    every, race = list(_corners(question, levers)), list[Runner]()
-    if not levers.streams:
-        race = _time(question, levers, every)
-        for _, _, _, times in race:
-            found.timed.update(times)
-        least_s = min(race, default=(inf,))[0]
+def _search_all(question: Question, found: SearchResult, tasks: Sequence[Task], bounded: Sequence[Task] = ()) -> None:
+    """Each by itself, so that other processes may do it. `bounded`: those that are of interest only where they are
+    faster than the others, and than those before them."""
+    team = find_team()
+    if team is None:
+        each = [search_strategy(question, task) for task in tasks]
+        for task in bounded:
+            each.append(search_strategy(question, task.beside(find_best_s(each))))
     else:
-        least_s = stream.least_s(question, levers) if every else inf
-    if least_s > most_s + TIE_S:
-        return
-    ladders = [Ladder(question, corner, set()) for corner in frugal(every)]
-    timed = [(corner, times) for _, _, corner, times in race]
-    way: Way | None = None
-    if not _can_fit(ladders, floors=not nearest):
-        closest: Weighed | None = None
-        for ladder in ladders if nearest else ():
-            closest = ladder.nearest(closest)
-        found.weighed.update(size for ladder in ladders for size in ladder.sizes)
-        way = None if closest is None else _way(question, closest.levers, fits=False)
-    elif levers.streams:
-        fastest = stream.race(question, every, found.weighed, found.timed, most_s)
-        way = None if fastest is None else _way(question, fastest, fits=True)
-    else:
-        way = _race(question, race, ladders, found.weighed, most_s)
-    if _moves_layers(question, levers):
-        way = _move_layers(question, timed, way, most_s)
-    if way is not None:
+        each = team.search(question, tasks, bounded)
+    best_s = find_best_s(each[: len(tasks)])
+    for number, (way, considered) in enumerate(each):
+        found.considered += considered
+        if way is None or (number >= len(tasks) and way.pace.step_s > best_s + TIE_S):
+            continue
         found.ways.append(way)
+        best_s = min(best_s, way.pace.step_s if way.fits else inf)
 
 
-def _move_layers(
-    question: Question, timed: list[tuple[Corner, list[float]]], way: Way | None, most_s: float
-) -> Way | None:
+def search_strategy(question: Question, task: Task) -> Found:
+    """The best of one strategy alone."""
+    levers, most_s = task.levers, task.most_s
+    if task.follows and most_s == inf:  # nothing that it would follow fits
+        return Found(None, 0)
+    every = list(_corners(question, levers))
+    own = every[task.part :: task.parts]
+    deepest = count_depths(question.shape, levers)
+    considered = sum([corner.count_depths(deepest, partial=question.partial) for corner in own])
+    if levers.streams:
+        runners, least_s = list[Runner](), stream.least_s(question, levers) if own else inf
+    else:
+        runners = _line_up(question, levers, own)
+        least_s = min([runner.least_s for runner in runners], default=inf)
+    if least_s > most_s + TIE_S:
+        return Found(None, considered)
+    ladders, way = [Ladder(question, corner) for corner in frugal(every)], None
+    if _can_fit(ladders, floors=not task.nearest):
+        won = stream.race(question, own, most_s) if levers.streams else _race(question, runners, ladders, most_s)
+        way = None if won is None else _way(question, won, fits=True)
+    elif task.nearest:
+        closest: Weighed | None = None
+        for ladder in ladders:
+            closest = ladder.nearest(closest)
+        way = None if closest is None else _way(question, closest.levers, fits=False)
+    if _moves_layers(question, levers):
+        way = _move_layers(question, runners, way, most_s)
+    return Found(way, considered)
+
+
+def _move_layers(question: Question, runners: list[Runner], way: Way | None, most_s: float) -> Way | None:
     """The same, or what is faster, or fits, once some layers of a pipeline are on other GPUs of it."""
     levers: Levers | None = None
     if way is not None and way.fits:
@@ -385,67 +396,80 @@ def _move_layers(
         own = balance(question, way.levers)
         if own.step_s < most_s:
             levers, most_s = own.levers, own.step_s
-    levers = find_balanced(question, timed, most_s) or levers
+    levers = find_balanced(question, [(runner.corner, runner.times) for runner in runners], most_s) or levers
     return way if levers is None else _way(question, levers, fits=True)
 
 
-def _time(question: Question, levers: Levers, every: list[Corner]) -> list[Runner]:
-    race: list[Runner] = []
-    clock = clock_of(question.shape, levers, question.hardware)
-    deepest = count_depths(question.shape, levers)
+class Runner:
+    """A corner in the race."""
+
+    def __init__(self, question: Question, corner: Corner, clock: Clock | RowClock) -> None:
+        self.question, self.corner, self.clock = question, corner, clock
+        self.least_s = clock.bound_s(corner.rest, corner.choice) if corner.searched else self.times[0]
+
+    @cached_property
+    def times(self) -> Sequence[float]:
+        """Its seconds at every depth."""
+        question, corner = self.question, self.corner
+        if not corner.searched:
+            return (step_seconds(question.shape, corner.levers, question.hardware),)
+        deepest = count_depths(question.shape, corner.rest)
+        return self.clock.times(corner.rest, corner.choice).at(corner.depths(deepest, partial=question.partial))
+
+
+def _line_up(question: Question, levers: Levers, every: list[Corner]) -> list[Runner]:
+    clock, runners = clock_of(question.shape, levers, question.hardware), list[Runner]()
     for corner in every:
         check_wanted()
-        if corner.searched:
-            at_depths = clock.times(corner.rest, corner.choice)
-            times = [at_depths[layers] for layers in corner.depths(deepest, partial=question.partial)]
-        else:
-            times = [step_seconds(question.shape, corner.levers, question.hardware)]
-        race.append((times[0], len(race), corner, times))
-    return race
+        runners.append(Runner(question, corner, clock))
+    return runners
 
 
-Runner = tuple[float, int, Corner, list[float]]
-"""A corner in the race: seconds that it takes at least, its number, and its seconds at every depth."""
+def _race(question: Question, runners: list[Runner], ladders: list[Ladder], most_s: float) -> Levers | None:
+    """The fastest that fits, in no more than this; None: there is none.
 
-
-def _race(question: Question, race: list[Runner], ladders: list[Ladder], sizes: Sizes, most_s: float) -> Way | None:
-    """The corners are taken in the order of what they take at least: with nothing recomputed, and then, as far as that
-    is not enough to lose, at the first depth that floors allow. Nothing is weighed that even so is slower than what
-    was found."""
-    best: Way | None = None
-    thinkable = _Thinkable(question, ladders, sizes)
-    heapify(race)
-    while race and race[0][0] <= most_s + TIE_S:
+    The corners are taken in the order of what they take at least: what the GPU computes in any case, then with nothing
+    recomputed, and then, as far as that is not enough to lose, at the first depth that floors allow. Nothing is weighed
+    that even so is slower than what was found."""
+    level: list[tuple[float, Levers]] = []  # what fits and may be the fastest, with its seconds
+    thinkable = _Thinkable(question, ladders)
+    waiting = [(runner.least_s, number) for number, runner in enumerate(runners)]
+    heapify(waiting)
+    while waiting and waiting[0][0] <= most_s + TIE_S:
         check_wanted()
-        bound, number, corner, times = heappop(race)
+        bound, number = heappop(waiting)
+        corner, times = runners[number].corner, runners[number].times
+        if times[0] > bound:
+            heappush(waiting, (times[0], number))
+            continue
         depth = thinkable.depth(corner)
         if depth is None:
             continue
         if times[depth] > bound:
-            heappush(race, (times[depth], number, corner, times))
+            heappush(waiting, (times[depth], number))
             continue
         ladder = thinkable.ladder(corner)
         fitting = ladder.fit_within(bisect_right(times, most_s + TIE_S))
         if fitting is not None:
-            way = _way(question, ladder.at(fitting), fits=True)
-            best = way if best is None or rank(way) < rank(best) else best
-            most_s = min(most_s, best.pace.step_s)
-    return best
+            fits = ladder.at(fitting)
+            seconds = step_seconds(question.shape, fits, question.hardware)
+            level.append((seconds, fits))
+            most_s = min(most_s, seconds)
+    near = [(round(seconds, 9), fits) for seconds, fits in level if seconds <= most_s + TIE_S]
+    return min(near, key=lambda each: (each[0], complexity(each[1], question.hardware.world)), default=(inf, None))[1]
 
 
 class _Thinkable:
     """The first depth of a corner that floors allow; those that differ alone in the size of the buckets through which
     gradients leave share that of the smallest."""
 
-    def __init__(self, question: Question, frugal_ones: list[Ladder], sizes: Sizes) -> None:
-        self.question, self.sizes = question, sizes
+    def __init__(self, question: Question, frugal_ones: list[Ladder]) -> None:
+        self.question = question
         least = frugal_ones[0].corner.choice.buckets
         self.least = {name: getattr(least, name) for name in ("reduce_bucket", "allgather_bucket", "overlap_comm")}
         self.smaller: dict[Buckets, Buckets] = {}
         self.ladders = {_key(ladder.corner, ladder.corner.choice.buckets): ladder for ladder in frugal_ones}
         self.depths: dict[_Key, int | None] = {}
-        for ladder in frugal_ones:  # what they have weighed counts when it is asked for again
-            ladder.sizes = sizes
 
     def depth(self, corner: Corner) -> int | None:
         own = corner.choice.buckets
@@ -461,7 +485,7 @@ class _Thinkable:
     def ladder(self, corner: Corner) -> Ladder:
         key = _key(corner, corner.choice.buckets)
         if key not in self.ladders:
-            self.ladders[key] = Ladder(self.question, corner, self.sizes)
+            self.ladders[key] = Ladder(self.question, corner)
         return self.ladders[key]
 
 

@@ -8,7 +8,7 @@ less than the best yet, which most often is nowhere near all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -19,12 +19,13 @@ from tightfit.memory.activations import setting_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
 from tightfit.memory.units import layer_bytes, stays, units_of, updates_ahead, waits_for_norm
 from tightfit.pace import TIE_S
+from tightfit.pace.clock import Computed, computing_key
 from tightfit.pace.rates import rates_of
 from tightfit.pace.stream import StreamClock, update_s
-from tightfit.pace.work import frozen_of, least_products_s
+from tightfit.pace.work import frozen_of, least_products_s, passes_of
 from tightfit.planner.candidates import Corner
-from tightfit.planner.ladder import FULL, Ladder, Sizes
-from tightfit.planner.question import Question, weight_of
+from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
+from tightfit.planner.question import Question, totals_tell, weight_of
 from tightfit.planner.wanted import check_wanted
 from tightfit.types import PARTS, Checkpointing, Levers
 
@@ -60,44 +61,59 @@ def least_s(question: Question, levers: Levers) -> float:
     return arithmetic
 
 
-def race(
-    question: Question, corners: Iterable[Corner], sizes: Sizes, timed: set[float], most_s: float
-) -> Levers | None:
+def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers | None:
     """The fastest that fits, in no more than this; None: there is none. Corners are taken in the order of what they
-    take at least: with nothing recomputed and nothing to wait for."""
+    take at least: what the GPU computes in any case, then with nothing recomputed and nothing to wait for."""
     best: Levers | None = None
     clocks: dict[Levers, StreamClock] = {}
-    runners = [Runner(question, corner, sizes, clocks) for corner in corners]
-    waiting = [(runner.least_s, number) for number, runner in enumerate(runners)]
-    timed.update(least_s for least_s, _ in waiting)
+    runners: dict[int, Runner] = {}
+    computing = dict[Computed, float]()
+    waiting = list[tuple[float, int]]()
+    for number, corner in enumerate(corners):
+        key = computing_key(corner.rest, corner.choice)
+        if key not in computing:
+            computing[key] = computing_s(question, corner)
+        waiting.append((computing[key], number))
     heapify(waiting)
     while waiting and waiting[0][0] <= most_s + TIE_S:
         check_wanted()
         bound, number = heappop(waiting)
+        if number not in runners:
+            runners[number] = Runner(question, corners[number], clocks)
+            heappush(waiting, (max(bound, runners[number].least_s), number))
+            continue
         runner = runners[number]
         if runner.raise_least() > bound:
             if runner.least_s < inf:
                 heappush(waiting, (runner.least_s, number))
             continue
-        found = runner.find_fastest(most_s, timed)
+        found = runner.find_fastest(most_s)
         if found is not None:
             most_s, best = found
     return best
 
 
+def computing_s(question: Question, corner: Corner) -> float:
+    """What the GPU computes when nothing recomputes; rounded down a little, since it is compared with what was summed
+    up otherwise."""
+    levers, gpu = corner.choice.over(corner.rest), question.hardware.gpu
+    passes = passes_of(question.shape, levers, gpu, rates_of(question.hardware, levers.precision), recomputing=0)
+    return levers.accumulation * (passes.forward_gpu + passes.back_gpu) * (1 - 1e-9)
+
+
 class Runner:
     """One corner in the race."""
 
-    def __init__(self, question: Question, corner: Corner, sizes: Sizes, clocks: dict[Levers, StreamClock]) -> None:
+    def __init__(self, question: Question, corner: Corner, clocks: dict[Levers, StreamClock]) -> None:
         """`clocks`: those of earlier corners, by their levers without what recomputes."""
-        self.question, self.corner, self.sizes = question, corner, sizes
+        self.question, self.corner = question, corner
         shape, hardware = question.shape, question.hardware
         depth = Checkpointing(layers=0, select=corner.rest.checkpointing.select and PARTS)
         alike = corner.levers.change(checkpointing=depth)
         if alike not in clocks:
             clocks[alike] = StreamClock(shape, alike, hardware, rates_of(hardware, alike.precision))
         self.clock = clocks[alike]
-        self.ladder = Ladder(question, corner, sizes)
+        self.ladder = Ladder(question, corner)
         self.layers = units_of(shape, corner.rest).layers
         pinned = "resident" in question.pinned
         self.least, self.most = corner.rest.resident, corner.rest.resident if pinned else shape.n_layers
@@ -107,11 +123,22 @@ class Runner:
         """What it takes at least, as far as floors can tell where it may fit; infinite: nowhere."""
         if self.corner.searched:
             depth = self.ladder.first_thinkable()
+            self.most = self.least if depth is None else self._count_most()
             shallowest = None if depth is None else self.ladder.depth_at(depth)
             self.least_s = inf if shallowest is None else self.clock.seconds(shallowest, self.most)
         return self.least_s
 
-    def find_fastest(self, most_s: float, timed: set[float]) -> tuple[float, Levers] | None:
+    def _count_most(self) -> int:
+        """No more layers have room, as far as floors can tell, whatever recomputes."""
+        if self.least == self.most or not totals_tell(self.question):
+            return self.most
+        floor, depths = self.ladder.scale.floor, (self.ladder.deepest, *((OFFLOADED,) if self.ladder.offloads else ()))
+        held = min([max(*floor.held(depth), floor.after) for depth in depths])
+        spare = self.question.gpu_limit_bytes - held + layer_bytes(self.layers, self.least)
+        counts = range(self.most, self.least, -1)
+        return next((count for count in counts if layer_bytes(self.layers, count) <= spare), self.least)
+
+    def find_fastest(self, most_s: float) -> tuple[float, Levers] | None:
         """Its seconds, no more than this, and its levers."""
         first = self.ladder.first_fit()
         if first is None:
@@ -126,7 +153,6 @@ class Runner:
             if resident is None:
                 return self.least
             seconds = self.clock.seconds(depth, resident)
-            timed.add(seconds)
             if seconds <= most_s + TIE_S and (best is None or seconds < best[0]):
                 most_s = seconds
                 best = seconds, replace(self.corner.levers, checkpointing=depth, resident=resident)
@@ -180,6 +206,4 @@ class Runner:
         scale = self.ladder.scale
         if resident != self.least:
             scale = Scale(self.question.shape, replace(self.corner.levers, resident=resident), self.question.hardware)
-        weight = weight_of(self.question, scale, depth)
-        self.sizes.add((weight.required, weight.host))
-        return not weight.excess
+        return not weight_of(self.question, scale, depth).excess
