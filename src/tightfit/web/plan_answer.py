@@ -412,6 +412,13 @@ def guessed(asked: AddressQuestion, last: Answered) -> Answered:
     return Answered(asked, plan)
 
 
+def prepare(answer: Answered) -> None:
+    """Price the ways that are shown here as well, where other processes have found them: what is learned from that is
+    what bars at the slider's next stop need."""
+    with suppress(UserError):
+        guessed(answer.asked, answer)
+
+
 def _price(question: Question, last: Levers) -> Way:
     levers = replace(last, **{name: getattr(question.base, name) for name in (*_OWN, *question.pinned)})
     if (levers.checkpointing.layers or 0) > question.shape.n_layers:

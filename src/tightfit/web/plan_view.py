@@ -13,11 +13,13 @@ import json
 import threading
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from markupsafe import Markup
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -68,7 +70,8 @@ async def show_answer(request: Request) -> Response:
     except UserError as error:
         return HTMLResponse(part(request, "plan_problem.html", problem=_problem(request, error)))
     found = await beside(partial(_draw, answer, language_of(request), advice=advice, compare=_compared(request)))
-    return HTMLResponse(part(request, "plan_found.html", **found))
+    ready = BackgroundTask(beside, partial(plan_answer.prepare, answer))
+    return HTMLResponse(part(request, "plan_found.html", **found), background=ready)
 
 
 async def show_guess(request: Request) -> Response:
@@ -189,10 +192,10 @@ async def _while_asked(request: Request, work: Callable[[], T]) -> T:
     """What `work` finds, as long as whoever asked is still there."""
     if await request.is_disconnected():
         raise HTTPException(GONE)
-    gone = threading.Event()
+    gone, searchers = threading.Event(), request.app.state.searchers
 
     def find() -> T:
-        with only_while(lambda: not gone.is_set()):
+        with only_while(lambda: not gone.is_set()), nullcontext() if searchers is None else searchers.help():
             return work()
 
     finding = asyncio.ensure_future(beside(find))

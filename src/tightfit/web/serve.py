@@ -25,6 +25,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from tightfit.desk.searchers import GARBAGE, Searchers
 from tightfit.messages import Message, say_why
 from tightfit.types import ConfigError, UserError
 from tightfit.web import control_view, diagnose_view, pages, plan_view, runs_view
@@ -39,7 +40,6 @@ HOME = "/plan"
 STATIC = Path(__file__).with_name("static")
 FIRST_PORT, PORTS = 8741, 20  # without --port the first free one of these: a tunnel can be set up before
 MOST_CONNECTIONS = 256
-GARBAGE = 50_000  # new objects that are looked through together: what a search makes goes by itself, but for little
 PATIENCE_S = 2  # for answers that are half sent when the server is told to end
 
 
@@ -52,7 +52,7 @@ class _Static(StaticFiles):
         return answer
 
 
-def make_app(site: Site, hub: Hub, run_list: RunList | None = None) -> ASGIApp:
+def make_app(site: Site, hub: Hub, run_list: RunList | None = None, searchers: Searchers | None = None) -> ASGIApp:
     async def go_home(request: Request) -> Response:
         query = request.url.query  # the language, say
         return RedirectResponse(f"{HOME}?{query}" if query else HOME, 303)
@@ -81,6 +81,7 @@ def make_app(site: Site, hub: Hub, run_list: RunList | None = None) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     app.state.site, app.state.hub, app.state.control = site, hub, control_view.Control()
+    app.state.searchers = searchers
     app.state.run_list = run_list or RunList(site.roots, Finder(site.roots))
     return RequestGuard(app, site)
 
@@ -126,10 +127,10 @@ class _Server(uvicorn.Server):
 
 def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> None:
     """Until Ctrl-C. `ready` is called when the page can be opened."""
-    hub, run_list = Hub(), RunList(site.roots, Finder(site.roots))
+    hub, run_list, searchers = Hub(), RunList(site.roots, Finder(site.roots)), Searchers()
     threading.Thread(target=run_list.prepare, name="tightfit-runs", daemon=True).start()
     config = uvicorn.Config(
-        make_app(site, hub, run_list),
+        make_app(site, hub, run_list, searchers),
         http="h11",
         ws="none",
         lifespan="off",
@@ -155,3 +156,4 @@ def serve(site: Site, listening: socket.socket, ready: Callable[[], None]) -> No
             _Server(config, ready, leave).run(sockets=[listening])
         finally:
             hub.close()
+            searchers.end()

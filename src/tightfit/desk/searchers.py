@@ -1,0 +1,252 @@
+"""Processes that search beside a server: the parts of one question at the same time, and away from its threads.
+
+A search computes for some tenths of a second, and in a thread of the server it would hold the interpreter's lock
+against whatever else the page asks for meanwhile. Each helper is a process that is started once and keeps what it has
+learned about a model. It is told its tasks over a socket, ends when that is closed, however the server ended, and is
+replaced when it dies; until it is there, and for what it could not do, the server searches by itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count as count_up
+from itertools import islice
+from math import inf
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from tightfit.planner.question import Question
+from tightfit.planner.search import search_strategy
+from tightfit.planner.team import Found, Task, find_best_s, helped_by, join
+from tightfit.planner.wanted import check_wanted, only_while
+from tightfit.types import ModelShape
+
+MOST = 4  # helpers; a question has about a dozen parts, and a few of them take most of the time
+GARBAGE = 50_000  # new objects that are looked through together: what a search makes goes by itself, but for little
+LOOK_S = 0.02  # between two looks whether the answer is still wanted
+READY, ABANDON = "ready", "abandon"
+GONE = (EOFError, OSError)
+_SERVE = "from tightfit.desk.searchers import serve; serve()"  # what is sent is of the classes of this module
+
+
+class Asked(NamedTuple):
+    """What the tasks that follow are about."""
+
+    number: int  # of the model: what a helper has learned about one, it finds under the object that it got first
+    question: Question
+
+
+class Helper:
+    """One process, seen from the server."""
+
+    def __init__(self, number: int) -> None:
+        self.asked: Asked | None
+        self.is_odd = number % 2 > 0
+        """It begins with the last task, others with the first: neighbours have much in common, and what a helper has
+        found out for one serves it for the next."""
+        self._start()
+
+    def _start(self) -> None:
+        self.owes = 1  # messages that nobody waits for: that it is ready, and what was abandoned
+        self.is_new, self.asked = True, None
+        self.line, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the server
+                cwd=Path(__file__).parents[2],  # where nothing stands in the way of our own modules
+            )
+
+    def is_ready(self) -> bool:
+        """Whether it waits for a task. One that has died is replaced, which takes a moment."""
+        try:
+            while self.owes and self.line.poll():
+                self.line.recv()
+                self.owes, self.is_new = self.owes - 1, False
+        except GONE:
+            self.restart()
+        return not self.owes
+
+    def send(self, asked: Asked, task: Task) -> None:
+        if asked is not self.asked:
+            self.line.send(asked)
+            self.asked = asked
+        self.line.send(task)
+
+    def abandon(self) -> None:
+        self.owes += 1
+        with suppress(OSError):
+            self.line.send(ABANDON)
+
+    def restart(self) -> None:
+        self.end()
+        self._start()
+
+    def end(self) -> None:
+        self.line.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class Searchers:
+    """The helpers of one server, which start when they are first asked for."""
+
+    def __init__(self, count: int | None = None) -> None:
+        """`count`: as many as there are processors, unless it is given."""
+        self._count = max(1, min(MOST, os.cpu_count() or 1)) if count is None else count
+        self._change = threading.Condition()
+        self._all, self._idle = list[Helper](), list[Helper]()
+        self._models: WeakKeyDictionary[ModelShape, int] = WeakKeyDictionary()
+        self._numbers = count_up()
+
+    @contextmanager
+    def help(self) -> Iterator[None]:
+        """What is searched for meanwhile, in this thread, is searched for here."""
+        with self._change:
+            if not self._all:
+                self._all = [Helper(number) for number in range(self._count)]
+                self._idle = [*self._all]
+        with helped_by(self):
+            yield
+
+    def search(self, question: Question, tasks: Sequence[Task], bounded: Sequence[Task]) -> list[Found]:
+        with self._change:
+            asked = Asked(self._models.setdefault(question.shape, next(self._numbers)), question)
+        each = self._share_out(asked, tasks)
+        best_s = find_best_s(each)
+        if best_s == inf and any(task.nearest or task.follows for task in bounded):  # one by one: each may be the first
+            for task in bounded:
+                each += self._share_out(asked, [task.beside(find_best_s(each))])
+            return each
+        # Layers that stream, or that a pipeline can move, may lie in so many ways that one helper would take long.
+        parts = [self._count if task.levers.streams or task.levers.pipeline_parallel > 1 else 1 for task in bounded]
+        cut = [
+            task.beside(best_s)._replace(part=part, parts=count)
+            for task, count in zip(bounded, parts, strict=True)
+            for part in range(count)
+        ]
+        found = iter(self._share_out(asked, cut))
+        return [*each, *(join(list(islice(found, count))) for count in parts)]
+
+    def _share_out(self, asked: Asked, tasks: Sequence[Task]) -> list[Found]:
+        """What each of the tasks finds, whoever is free doing the next one."""
+        waiting, found = deque(sorted(enumerate(tasks), key=_group)), dict[int, Found]()
+        busy = dict[Connection, tuple[Helper, int]]()
+        try:
+            while busy or (waiting and self.have_started()):
+                check_wanted()
+                while waiting and (helper := self._take(patience_s=0 if busy else LOOK_S)) is not None:
+                    number, task = waiting.pop() if helper.is_odd else waiting.popleft()
+                    busy[helper.line] = helper, number
+                    with suppress(OSError):  # it has died, as will be seen at once
+                        helper.send(asked, task)
+                for line in wait(list(busy), LOOK_S) if busy else ():
+                    assert isinstance(line, Connection)
+                    helper, number = busy.pop(line)
+                    try:
+                        answer: Found | None = line.recv()
+                    except GONE:
+                        answer = None
+                        helper.restart()
+                    if answer is not None:
+                        way = answer.way and replace(answer.way, shape=asked.question.shape)  # as it is known here
+                        found[number] = answer._replace(way=way)
+                    self._give_back(helper)
+        finally:
+            for helper, _ in busy.values():
+                helper.abandon()
+                self._give_back(helper)
+        return [found.get(number) or search_strategy(asked.question, task) for number, task in enumerate(tasks)]
+
+    def have_started(self) -> bool:
+        """Whether any of them can be waited for."""
+        with self._change:
+            are_busy = len(self._idle) < len(self._all)
+            return are_busy or any(helper.is_ready() or not helper.is_new for helper in self._idle)
+
+    def _take(self, patience_s: float) -> Helper | None:
+        with self._change:
+            helper = self._find_ready()
+            if helper is None and patience_s:  # all search for somebody else
+                self._change.wait(patience_s)
+                helper = self._find_ready()
+            if helper is not None:
+                self._idle.remove(helper)
+            return helper
+
+    def _find_ready(self) -> Helper | None:
+        return next((helper for helper in self._idle if helper.is_ready()), None)
+
+    def _give_back(self, helper: Helper) -> None:
+        with self._change:
+            if helper in self._all:
+                self._idle.append(helper)
+                self._change.notify_all()
+            else:  # they have ended meanwhile
+                helper.end()
+
+    def end(self) -> None:
+        with self._change:
+            for helper in self._idle:
+                helper.end()
+            self._all, self._idle = [], []
+
+
+def _group(task: tuple[int, Task]) -> bool:
+    """ZeRO-3 stands apart, as it has least in common with the others: see `Helper.is_odd`."""
+    return task[1].levers.stage == 3
+
+
+# --- the helper itself ----------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Do one task after the other; whoever sent one may abandon it before it is done."""
+    line = Connection(int(sys.argv[1]))
+    jobs: queue.SimpleQueue[tuple[Question, Task, threading.Event]] = queue.SimpleQueue()
+    models = dict[int, ModelShape]()
+
+    def listen() -> None:
+        question, abandoned = None, threading.Event()  # of the latest task
+        with suppress(*GONE):
+            while True:
+                told = line.recv()
+                if told == ABANDON:
+                    abandoned.set()
+                elif isinstance(told, Asked):
+                    shape = models.setdefault(told.number, told.question.shape)
+                    question = replace(told.question, shape=shape)
+                elif question is not None:
+                    abandoned = threading.Event()
+                    jobs.put((question, told, abandoned))
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    gc.freeze()
+    gc.set_threshold(GARBAGE)
+    line.send(READY)
+    while True:
+        question, task, abandoned = jobs.get()
+        answer: Found | None = None
+        with suppress(Exception), only_while(partial(_is_wanted, abandoned)):  # the server tries it too, and will say
+            answer = search_strategy(question, task)
+        line.send(answer)
+
+
+def _is_wanted(abandoned: threading.Event) -> bool:
+    return not abandoned.is_set()
