@@ -73,12 +73,14 @@ def listed(folder: str) -> None:
 def test_the_data_set_of_a_llamafactory_file_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lf.yaml").write_text(FILE)
     listed("data")  # where LLaMA-Factory looks, where nothing is said
-    for trainer in ("llamafactory", "tightfit"):
-        assert main(["plan", "lf.yaml", *ON, "--for", trainer]) == 0
-        written = yaml.safe_load(Path("made/llamafactory.yaml").read_text())
-        assert (written["dataset"], written["dataset_dir"]) == ("[Easy Dataset] mine", str(tmp_path / "data"))
-        assert not Path("made/dataset_info.json").exists()
-        assert "Left aside" not in capsys.readouterr().out
+    assert main(["plan", "lf.yaml", *ON, "--for", "llamafactory"]) == 0
+    written = yaml.safe_load(Path("made/llamafactory.yaml").read_text())
+    assert (written["dataset"], written["dataset_dir"]) == ("[Easy Dataset] mine", str(tmp_path / "data"))
+    assert not Path("made/dataset_info.json").exists()
+    assert "Left aside" not in capsys.readouterr().out
+    assert main(["plan", "lf.yaml", *ON, "--for", "tightfit"]) == 0
+    assert not Path("made/llamafactory.yaml").exists(), "the plan is for another trainer now"
+    assert "Left aside" not in capsys.readouterr().out
     path = json.loads(Path("made/worker.json").read_text())["data"]["path"]
     assert path == f"{tmp_path}/data/dataset_info.json:[Easy Dataset] mine"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm_desk
-from tightfit.formats.plan_folder import STAGING, write
+from tightfit.formats.plan_folder import LIST, STAGING, write
 from tightfit.types import ConfigError
 
 PLAN = '{"schema": 1, "levers": {}, "predicted": {}, "saving": {}}\n'
@@ -90,6 +90,21 @@ def test_force_replaces_our_names_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     write(FILES, tmp_path, force=True)
     assert contents(tmp_path) == {**FILES, "notes.txt": "mine"}
+
+
+def test_a_folder_is_never_two_plans(tmp_path: Path) -> None:
+    """What an earlier plan for another trainer had would be read, or run, beside this one's."""
+    other = {"llamafactory.yaml": "a: 1\n", "launch.sh": "true\n", "PLAN.md": "# other\n"}
+    write(other, tmp_path, force=False)
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    (tmp_path / "accelerate.yaml").write_text("mine too", encoding="utf-8")
+    own = {"notes.txt": "mine", "accelerate.yaml": "mine too"}
+    write(FILES, tmp_path, force=True)
+    assert contents(tmp_path) == {**FILES, **own}
+    write(other, tmp_path, force=True)
+    left = contents(tmp_path)
+    assert left.pop(LIST)
+    assert left == {**other, **own}
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -194,6 +209,23 @@ def test_no_room_leaves_everything_as_it_was(tmp_path: Path) -> None:
 def test_no_room_in_a_new_folder_leaves_no_folder(tmp_path: Path) -> None:
     run(FULL, tmp_path / "a" / "b")
     assert not any(tmp_path.iterdir())
+
+
+def test_an_error_after_what_is_stale_has_gone_brings_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write({"llamafactory.yaml": "a: 1\n", "PLAN.md": "# other\n"}, tmp_path, force=False)
+    before, really = contents(tmp_path), os.open
+
+    def fail(path: str | Path, flags: int, *more: int, **named: int) -> int:
+        if path == tmp_path and flags == os.O_RDONLY:
+            assert not (tmp_path / "llamafactory.yaml").exists()
+            raise OSError(5, "Input/output error")
+        return really(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(ConfigError):
+        write(FILES, tmp_path, force=True)
+    monkeypatch.undo()
+    assert contents(tmp_path) == before
 
 
 def test_an_error_between_two_renames_puts_the_old_files_back(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Everything is first written and synced in a staging folder inside the target folder, hence on the same file
 system, and then renamed into place. What a rename replaces is kept under a second name until all are done, so
 that an error puts it back. A process that is killed leaves whole files and a staging folder, which the next
-call removes.
+call removes. An earlier plan's `worker.json`, and whatever its list names, goes where this plan has no such file:
+with it the folder would be two plans.
 
 Only the files of a plan are replaced, and only where the folder holds one of ours: its `worker.json` says so, or, in a
 plan for another trainer, a list of what was written. A script of the user's that happens to be called `launch.sh`
@@ -16,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tightfit.formats.dialect import dialects
@@ -38,12 +39,13 @@ def write(files: Mapping[str, str], folder: Path, force: bool, *, flag: str = "-
     made: list[Path] = []
     listed = {} if RECORD in files else {LIST: json.dumps({"schema": SCHEMA, "files": sorted(files)}) + "\n"}
     try:
-        _check({**listed, **files}, folder, force)
+        written = _check({**listed, **files}, folder, force)
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         for place in reversed(missing):
             place.mkdir(exist_ok=True)
             made.insert(0, place)
-        _write({**listed, **files}, folder)
+        stale = [name for name in sorted(written - {*listed, *files}) if (folder / name).is_file()] if force else []
+        _write({**listed, **files}, stale, folder)
         return [folder / name for name in files]
     except OSError as error:
         _unmake(made)
@@ -56,20 +58,20 @@ def write(files: Mapping[str, str], folder: Path, force: bool, *, flag: str = "-
         raise
 
 
-def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
+def _check(files: Mapping[str, str], folder: Path, force: bool) -> frozenset[str]:
+    """What lies there of an earlier plan and is surely ours."""
     for name in files:
         if Path(name).name != name or name in ("", ".."):
             raise ConfigError(Message("planfile.not-a-name", name=repr(name)))
     if folder.exists() and not folder.is_dir():
         raise ConfigError(Message("planfile.folder-is-file", folder=folder))
-    # what of a plan that lies there we wrote
     trees = [find_json(folder / name) for name in (RECORD, LIST)]
     record, listed = (tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {} for tree in trees)
-    ours: frozenset[str] = frozenset()
+    ours = written = frozenset[str]()
     if {"levers", "predicted", "saving"} <= set(record):
-        ours = PLAN_FILES | {LIST}
+        ours, written = PLAN_FILES | {LIST}, frozenset({RECORD})
     elif isinstance(names := listed.get("files"), list):
-        ours = frozenset(map(str, names)) | {LIST}
+        ours = written = frozenset(map(str, names)) | {LIST}
     for name in files:
         path = folder / name
         if path.is_dir():
@@ -80,6 +82,7 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> None:
             raise NotOurs(path, Message("planfile.not-ours", path=path))
         if not force:
             raise ConfigError(Message("planfile.exists", path=path))
+    return frozenset(name for name in written if Path(name).name == name and not (folder / name).is_symlink())
 
 
 def _unmake(made: list[Path]) -> None:
@@ -90,8 +93,8 @@ def _unmake(made: list[Path]) -> None:
             return
 
 
-def _write(files: Mapping[str, str], folder: Path) -> None:
-    staging, names = folder / STAGING, "|".join(map(re.escape, {LIST, *PLAN_FILES, *files}))
+def _write(files: Mapping[str, str], stale: Sequence[str], folder: Path) -> None:
+    staging, names = folder / STAGING, "|".join(map(re.escape, {LIST, *PLAN_FILES, *files, *stale}))
     staged = Patterns(f"(old/)?({names})", "old")
     if os.path.lexists(staging):  # of a process that was killed
         check_ours(staging, staged, Message("planfile.staging"))
@@ -108,26 +111,26 @@ def _write(files: Mapping[str, str], folder: Path) -> None:
             if path.suffix in EXECUTABLE:
                 mode = path.stat().st_mode
                 path.chmod(mode | (mode & 0o444) >> 2)  # executable for those who may read it
-        _move(files, folder, staging)
+        _move(files, stale, folder, staging)
     finally:
         remove_folder(staging, staged)
 
 
-def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
+def _move(files: Mapping[str, str], stale: Sequence[str], folder: Path, staging: Path) -> None:
     moved: list[str] = []
     known = {name for name in files if (folder / name).exists()}
     try:
         # with either of those in place, the others are known as ours
         for name in sorted(files, key=lambda name: name not in (RECORD, LIST)):
             if name in known:
-                # a second name for what is about to be replaced; a copy where the file system has no second names
-                try:
-                    os.link(folder / name, staging / "old" / name)
-                except OSError:
-                    shutil.copy2(folder / name, staging / "old" / name)
+                _keep(folder / name, staging / "old" / name)
                 os.replace(staging / name, folder / name)
             else:
                 move_file(staging / name, folder / name)
+            moved.append(name)
+        for name in stale:
+            _keep(folder / name, staging / "old" / name)
+            (folder / name).unlink()
             moved.append(name)
         # a rename is on disk when its folder is
         handle = os.open(folder, os.O_RDONLY)
@@ -143,3 +146,11 @@ def _move(files: Mapping[str, str], folder: Path, staging: Path) -> None:
             else:
                 (folder / name).unlink(missing_ok=True)
         raise
+
+
+def _keep(path: Path, old: Path) -> None:
+    """Give what is about to go a second name; make a copy where the file system has no second names."""
+    try:
+        os.link(path, old)
+    except OSError:
+        shutil.copy2(path, old)
