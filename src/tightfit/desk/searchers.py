@@ -84,7 +84,8 @@ class Helper:
 
     def send(self, asked: Asked, task: Task) -> None:
         if asked is not self.asked:
-            self.line.send(asked)
+            # A copy of the model is without what was worked out from it, which would be most of what is sent.
+            self.line.send(Asked(asked.number, replace(asked.question, shape=replace(asked.question.shape))))
             self.asked = asked
         self.line.send(task)
 
@@ -126,7 +127,8 @@ class Searchers:
 
     def search(self, question: Question, tasks: Sequence[Task], bounded: Sequence[Task]) -> list[Found]:
         with self._change:
-            asked = Asked(self._models.setdefault(question.shape, next(self._numbers)), question)
+            number = self._models.setdefault(question.shape, next(self._numbers))
+        asked = Asked(number, question)
         each = self._share_out(asked, tasks)
         best_s = find_best_s(each)
         if best_s == inf and any(task.nearest or task.follows for task in bounded):  # one by one: each may be the first
@@ -245,6 +247,9 @@ def serve() -> None:
         answer: Found | None = None
         with suppress(Exception), only_while(partial(_is_wanted, abandoned)):  # the server tries it too, and will say
             answer = search_strategy(question, task)
+        if answer is not None and answer.way is not None:  # the server has the model
+            outline = replace(answer.way.shape, blocks=(), pattern=(), before=(), after=())
+            answer = answer._replace(way=replace(answer.way, shape=outline))
         line.send(answer)
 
 

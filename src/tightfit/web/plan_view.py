@@ -39,6 +39,7 @@ from tightfit.web.words import language_of, words
 
 STATIC = Path(__file__).with_name("static")
 PATIENCE_S = 30.0
+REST_S = 0.2  # after an answer, before anything is done that nobody has asked for
 LOOK_S = 0.02  # between two looks whether whoever asked is still there
 GONE = 499  # whoever asked has gone: nobody reads this
 START: dict[Trainer, str] = {
@@ -70,8 +71,14 @@ async def show_answer(request: Request) -> Response:
     except UserError as error:
         return HTMLResponse(part(request, "plan_problem.html", problem=_problem(request, error)))
     found = await beside(partial(_draw, answer, language_of(request), advice=advice, compare=_compared(request)))
-    ready = BackgroundTask(beside, partial(plan_answer.prepare, answer))
-    return HTMLResponse(part(request, "plan_found.html", **found), background=ready)
+    return HTMLResponse(part(request, "plan_found.html", **found), background=BackgroundTask(_prepare, answer))
+
+
+async def _prepare(answer: plan_answer.Answered) -> None:
+    """For bars that follow a slider, once nobody waits for anything else."""
+    await asyncio.sleep(REST_S)
+    if not _quick.locked():
+        await beside(partial(plan_answer.prepare, answer))
 
 
 async def show_guess(request: Request) -> Response:
