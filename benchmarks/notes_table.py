@@ -126,12 +126,12 @@ def peak(reports: Sequence[Report]) -> str:
 
 def peak_and_host(reports: Sequence[Report]) -> str:
     rank, node = (gib(reports[0]["host"][f"peak_bytes_per_{whose}"]) for whose in ("rank", "node"))
-    return f"{peak(reports)}; host {rank} a process, {node} a node"
+    return f"{peak(reports)}; host {rank} per process, {node} per node"
 
 
 def measured_words(run: Measured, answer: Report, *, host: bool) -> str:
     device = f", {gib(run.device_bytes)} on the device" if run.device_bytes else ""
-    memory = f"; host {gib(run.host_bytes)} a process" if host else ""
+    memory = f"; host {gib(run.host_bytes)} per process" if host else ""
     ours = answer["levers"]["accum"]
     tail = "" if run.accumulation == ours else f" (accumulation {run.accumulation}, not {ours})"
     return f"{gib(run.peak_bytes)} peak{device}{memory}{tail}"
@@ -245,13 +245,13 @@ NOTE_000 = (
     _whole_table("1b_mamba", "2 / 4 / 8 / 12 GB", 12, "1B"),
     Claim(
         claim="7B on 6 GPUs, ZeRO-3 with everything offloaded, 512 tokens",
-        says="25–28 GB a GPU",
+        says="25–28 GB per GPU",
         commands=(f"tightfit estimate --model 7b_mamba {EXTREME} --seq 512 --gpus 6x32GB",),
         predicted=peak_and_host,
         so=times(25, 28),
     ),
     Claim(
-        claim="The same with a global batch of 48 instead of 6, one sequence a GPU at a time",
+        claim="The same with a global batch of 48 instead of 6, one sequence per GPU at a time",
         says="needs more memory",
         commands=(
             f"tightfit estimate --model 7b_mamba {EXTREME} --seq 512 --gpus 6x32GB",

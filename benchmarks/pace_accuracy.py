@@ -201,7 +201,7 @@ PUBLISHED = (
     ),
     *(
         Published(
-            what=f"{sequences} sequences of 1024 tokens a step",
+            what=f"{sequences} sequences of 1024 tokens per step",
             source="SlideFormer",
             model="llama-3.1-8b",
             gpus="1xRTX4090",

@@ -112,7 +112,7 @@ def test_bytes_that_are_no_text(line: str) -> None:
 @pytest.mark.thorough
 def test_a_step_of_more_sequences_than_anybody_means() -> None:
     line = "estimate --model tiny_llama --micro-batch 2000 --accum 2000"
-    assert "--micro-batch 2000 × --accum 2000 must be at most 1000000 sequences a step" in refused(*line.split())
+    assert "--micro-batch 2000 × --accum 2000 must be at most 1000000 sequences per step" in refused(*line.split())
     assert "--seq must be at most 16777216, not 16777217" in refused(*line.split()[:3], "--seq", "16777217")
     assert "--micro-batch 9000 × --seq 900000 must be at most 1073741824 tokens in a forward pass" in refused(
         *line.split()[:3], "--seq", "900000", "--micro-batch", "9000"

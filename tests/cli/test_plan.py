@@ -104,11 +104,11 @@ def test_help_fits_the_terminal_and_shows_an_example(shell: Shell) -> None:
 
 def test_the_chosen_way_is_marked_and_explained(shell: Shell) -> None:
     lines = shell.run(*SMALL).splitlines()
-    assert lines[0].startswith("qwen1.5-0.5b (464M), full, bf16, on 2 × 24GB cards: 8 × 2048 tokens a step")
+    assert lines[0].startswith("qwen1.5-0.5b (464M), full, bf16, on 2 × 24GB cards: 8 × 2048 tokens per step")
     assert sum(line.startswith("→ ") for line in lines) == 2, "one row, and the legend"
     assert any(line.startswith("Levers: --engine ") for line in lines)
     reasons = lines[lines.index("Because:") :]
-    assert any("No --effective-batch was named: 8 sequences a step" in line for line in reasons)
+    assert any("No --effective-batch was named: 8 sequences per step" in line for line in reasons)
     assert max(map(len, lines)) <= 80
     assert not any(line.endswith(" ") for line in lines)
 
@@ -440,7 +440,7 @@ def test_a_llamafactory_file_is_planned(shell: Shell, tmp_path: Path) -> None:
     assert (levers["lora_rank"], levers["lora_targets"], levers["adapter_dtype"]) == (16, "q_proj,v_proj", "fp32")
     assert answer["effective_batch"] == 64
     said = " ".join(answer["because"])
-    assert "sft.yaml does 16 sequences a step on each GPU: with 4 GPUs, 64 in all." in said
+    assert "sft.yaml does 16 sequences per step on each GPU: with 4 GPUs, 64 in all." in said
     assert "The plan chooses anew what sft.yaml says in flash_attn." in said
     assert "Left aside" not in said
     worker = json.loads((out / "worker.json").read_text(encoding="utf-8"))
@@ -769,5 +769,5 @@ def test_a_batch_that_the_file_makes_is_named_by_the_file(capsys: pytest.Capture
     file = str(Path(__file__).parents[1] / "data" / "config_7b_mamba.yaml")
     assert main(["plan", file, "--gpus", "6x24GB"]) == 2
     said = capsys.readouterr().err
-    assert "The 32 sequences a step of config_7b_mamba.yaml cannot be shared evenly by 6 GPUs" in said
+    assert "The 32 sequences per step of config_7b_mamba.yaml cannot be shared evenly by 6 GPUs" in said
     assert "use --effective-batch 30 or 36" in said

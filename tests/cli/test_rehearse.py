@@ -234,7 +234,7 @@ def test_a_rehearsal_passes_and_leaves_nothing(tmp_path: Path, no_gpu: None) -> 
     done = rehearse(*SMALL, "--steps", "4", cwd=tmp_path, env={**os.environ, "TMPDIR": str(scratch)})
     assert done.returncode == 0, done.stderr
     assert "memory, first optimizer step" in done.stdout
-    assert "tokens a second" in done.stdout
+    assert "tokens per second" in done.stdout
     assert "Passed: rank 0 of 2 made 4 steps within" in done.stdout
     assert "the measured pace has no communication" in done.stdout
     assert not list(scratch.glob("tightfit-rehearse-*"))

@@ -276,7 +276,7 @@ def test_a_row_that_was_asked_for() -> None:
     assert found.chosen.levers.stages_per_gpu == 2
     assert found.effective_batch == 32  # as many sequences a GPU as without a row
     (default,) = [said for said in found.because if isinstance(said, Message) and said.id == "plan.default-batch"]
-    assert str(default).endswith("32 sequences a step, 4 a GPU.")
+    assert str(default).endswith("32 sequences per step, 4 per GPU.")
     assert found.chosen.levers.micro_batch * found.chosen.levers.accumulation == 16
 
 

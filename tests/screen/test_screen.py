@@ -139,7 +139,7 @@ def test_the_picture() -> None:
     for part in (name.replace("_", " ") for name in HELD["backward"]):
         assert f"{FILLS[part][0]} {part}" in text
     assert "Start-up: 3.0 GiB" in text
-    assert "Host RAM: 24.0 GiB a node, 6.0 a process." in text
+    assert "Host RAM: 24.0 GiB per node, 6.0 per process." in text
     assert "A reason." in text
     assert "A file said so." in text
 

@@ -190,7 +190,7 @@ def test_where_no_pace_is_claimed_none_is_shown(visitor: Any) -> None:
     assert "tokens per second –" in card_of(found)
     assert "No pace is claimed" in found
     assert not re.search(
-        r"\d tokens a second|\d</strong> <span class=\"quiet\">tokens/s|seconds per step",
+        r"\d tokens per second|\d</strong> <span class=\"quiet\">tokens/s|seconds per step",
         found.partition('id="words"')[0],
     )
 

@@ -201,7 +201,7 @@ class Job:
     sequence: Count = 2048
     """Tokens in a sequence."""
     effective_batch: Count | None = None
-    """Sequences a step over all GPUs; left out: four a GPU."""
+    """Sequences per step over all GPUs; left out: four per GPU."""
     precision: Precision = "bf16"
     """The number format of the computation."""
     optimizer: Optimizer = "adamw"
