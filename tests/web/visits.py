@@ -21,8 +21,11 @@ from starlette.testclient import TestClient
 sys.path.append(str(Path(__file__).parents[1]))  # for scripts
 
 import warm_desk
+from tightfit.web import places
 from tightfit.web.guard import Site
 from tightfit.web.hub import Hub
+from tightfit.web.places import Finder
+from tightfit.web.run_list import RunList, RunRow
 from tightfit.web.serve import make_app
 
 TOKEN = "a-token-of-the-tests"
@@ -30,6 +33,16 @@ CHROMIUM = Path("/usr/bin/chromium")
 HTML = {"Accept": "text/html"}
 PATIENCE_S = 120.0
 """For whatever a page is about to show: the browser counts by the clock on the wall, and the machine may be busy."""
+
+
+places.FIRST_WAIT_S = PATIENCE_S  # a page that shows what is known by then is not what most tests are about
+
+
+class _PatientRuns(RunList):
+    """All of them are read, however busy the machine is."""
+
+    def rows(self, patience_s: float = PATIENCE_S) -> tuple[list[RunRow], places.FoundRuns]:
+        return super().rows(max(patience_s, PATIENCE_S))
 
 
 def site(*roots: Path, host: str = "127.0.0.1", control: bool = False) -> Site:
@@ -40,7 +53,7 @@ def site(*roots: Path, host: str = "127.0.0.1", control: bool = False) -> Site:
 def stranger(*roots: Path, host: str = "127.0.0.1", control: bool = False) -> TestClient:
     """Somebody without the token."""
     here = site(*roots, host=host, control=control)
-    app = make_app(here, Hub())
+    app = make_app(here, Hub(), _PatientRuns(here.roots, Finder(here.roots)))
     return TestClient(app, base_url="http://127.0.0.1:8741", follow_redirects=False)
 
 
