@@ -20,8 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count as count_up
-from itertools import islice
-from math import inf
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -29,15 +27,15 @@ from weakref import WeakKeyDictionary
 
 from tightfit.planner.question import Question
 from tightfit.planner.search import search_strategy
-from tightfit.planner.team import Found, Task, find_best_s, helped_by, join
+from tightfit.planner.team import Found, Task, helped_by
 from tightfit.planner.wanted import check_wanted, only_while
 from tightfit.types import ModelShape
 
 MOST = 4  # helpers; a question has about a dozen parts, and a few of them take most of the time
 GARBAGE = 50_000  # new objects that are looked through together: what a search makes goes by itself, but for little
 LOOK_S = 0.02  # between two looks whether the answer is still wanted
+MODELS = 16  # that a helper remembers
 READY, ABANDON = "ready", "abandon"
-GONE = (EOFError, OSError)
 _SERVE = "from tightfit.desk.searchers import serve; serve()"  # what is sent is of the classes of this module
 
 
@@ -53,6 +51,7 @@ class Helper:
 
     def __init__(self, number: int) -> None:
         self.asked: Asked | None
+        self.process: subprocess.Popen[bytes] | None
         self.is_odd = number % 2 > 0
         """It begins with the last task, others with the first: neighbours have much in common, and what a helper has
         found out for one serves it for the next."""
@@ -60,9 +59,9 @@ class Helper:
 
     def _start(self) -> None:
         self.owes = 1  # messages that nobody waits for: that it is ready, and what was abandoned
-        self.is_new, self.asked = True, None
+        self.is_new, self.asked, self.process = True, None, None
         self.line, theirs = Pipe()
-        with theirs:
+        with theirs, suppress(OSError):  # no room for one more process: the next look tries again
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -78,16 +77,31 @@ class Helper:
             while self.owes and self.line.poll():
                 self.line.recv()
                 self.owes, self.is_new = self.owes - 1, False
-        except GONE:
+        except Exception:
             self.restart()
         return not self.owes
 
-    def send(self, asked: Asked, task: Task) -> None:
-        if asked is not self.asked:
-            # A copy of the model is without what was worked out from it, which would be most of what is sent.
-            self.line.send(Asked(asked.number, replace(asked.question, shape=replace(asked.question.shape))))
-            self.asked = asked
-        self.line.send(task)
+    def send(self, asked: Asked, task: Task) -> bool:
+        """Whether it has the task now. One of whom that is not certain is replaced."""
+        try:
+            if asked is not self.asked:
+                # A copy of the model is without what was worked out from it, which would be most of what is sent.
+                self.line.send(Asked(asked.number, replace(asked.question, shape=replace(asked.question.shape))))
+                self.asked = asked
+            self.line.send(task)
+        except Exception:
+            self.restart()
+            return False
+        return True
+
+    def receive(self) -> Found | None:
+        """What came of its task; None: it could not do it."""
+        try:
+            answer: Found | None = self.line.recv()
+        except Exception:
+            self.restart()
+            return None
+        return answer
 
     def abandon(self) -> None:
         self.owes += 1
@@ -100,8 +114,9 @@ class Helper:
 
     def end(self) -> None:
         self.line.close()
-        self.process.kill()
-        self.process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 class Searchers:
@@ -125,28 +140,10 @@ class Searchers:
         with helped_by(self):
             yield
 
-    def search(self, question: Question, tasks: Sequence[Task], bounded: Sequence[Task]) -> list[Found]:
-        with self._change:
-            number = self._models.setdefault(question.shape, next(self._numbers))
-        asked = Asked(number, question)
-        each = self._share_out(asked, tasks)
-        best_s = find_best_s(each)
-        if best_s == inf and any(task.nearest or task.follows for task in bounded):  # one by one: each may be the first
-            for task in bounded:
-                each += self._share_out(asked, [task.beside(find_best_s(each))])
-            return each
-        # Layers that stream, or that a pipeline can move, may lie in so many ways that one helper would take long.
-        parts = [self._count if task.levers.streams or task.levers.pipeline_parallel > 1 else 1 for task in bounded]
-        cut = [
-            task.beside(best_s)._replace(part=part, parts=count)
-            for task, count in zip(bounded, parts, strict=True)
-            for part in range(count)
-        ]
-        found = iter(self._share_out(asked, cut))
-        return [*each, *(join(list(islice(found, count))) for count in parts)]
-
-    def _share_out(self, asked: Asked, tasks: Sequence[Task]) -> list[Found]:
+    def search(self, question: Question, tasks: Sequence[Task]) -> list[Found]:
         """What each of the tasks finds, whoever is free doing the next one."""
+        with self._change:
+            asked = Asked(self._models.setdefault(question.shape, next(self._numbers)), question)
         waiting, found = deque(sorted(enumerate(tasks), key=_group)), dict[int, Found]()
         busy = dict[Connection, tuple[Helper, int]]()
         try:
@@ -154,26 +151,23 @@ class Searchers:
                 check_wanted()
                 while waiting and (helper := self._take(patience_s=0 if busy else LOOK_S)) is not None:
                     number, task = waiting.pop() if helper.is_odd else waiting.popleft()
-                    busy[helper.line] = helper, number
-                    with suppress(OSError):  # it has died, as will be seen at once
-                        helper.send(asked, task)
+                    if helper.send(asked, task):
+                        busy[helper.line] = helper, number
+                    else:
+                        self._give_back(helper)
                 for line in wait(list(busy), LOOK_S) if busy else ():
                     assert isinstance(line, Connection)
                     helper, number = busy.pop(line)
-                    try:
-                        answer: Found | None = line.recv()
-                    except GONE:
-                        answer = None
-                        helper.restart()
+                    answer = helper.receive()
                     if answer is not None:
-                        way = answer.way and replace(answer.way, shape=asked.question.shape)  # as it is known here
+                        way = answer.way and replace(answer.way, shape=question.shape)  # as it is known here
                         found[number] = answer._replace(way=way)
                     self._give_back(helper)
         finally:
             for helper, _ in busy.values():
                 helper.abandon()
                 self._give_back(helper)
-        return [found.get(number) or search_strategy(asked.question, task) for number, task in enumerate(tasks)]
+        return [found.get(number) or search_strategy(question, task) for number, task in enumerate(tasks)]
 
     def have_started(self) -> bool:
         """Whether any of them can be waited for."""
@@ -225,18 +219,20 @@ def serve() -> None:
 
     def listen() -> None:
         question, abandoned = None, threading.Event()  # of the latest task
-        with suppress(*GONE):
+        try:
             while True:
                 told = line.recv()
                 if told == ABANDON:
                     abandoned.set()
                 elif isinstance(told, Asked):
-                    shape = models.setdefault(told.number, told.question.shape)
-                    question = replace(told.question, shape=shape)
+                    question = replace(told.question, shape=models.setdefault(told.number, told.question.shape))
+                    while len(models) > MODELS:
+                        del models[next(iter(models))]
                 elif question is not None:
                     abandoned = threading.Event()
                     jobs.put((question, told, abandoned))
-        os._exit(0)
+        finally:  # the server has ended, or cannot be understood
+            os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
     gc.freeze()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import islice, product
 from math import inf
 
 from tightfit.inputs.flags import BARE, find_compile_obstacle
@@ -44,6 +44,7 @@ MOST_ROWS = 2  # pipelines to search, of those that seem fastest; on one node, w
 MOST_SHARED = 2  # likewise of ways to share layers
 VARIED = ("shard_within", "offload_optimizer", "offload_param", *READ_TOGETHER)
 LAYOUT = ("pipeline_parallel", "stages_per_gpu", "shard_within", "tensor_parallel")
+PARTS = 2  # into which the search of one strategy is cut, where it takes long
 MANY_GPUS = 128  # among which collectives of whole layers take long, so that sharing these may pay
 GATHERED_SHARE = 0.125  # of the card: as much of it for layers that are gathered, and it is worth to share them
 
@@ -342,20 +343,38 @@ def _is_variant(question: Question, levers: Levers) -> bool:
 def _search_all(question: Question, found: SearchResult, tasks: Sequence[Task], bounded: Sequence[Task] = ()) -> None:
     """Each by itself, so that other processes may do it. `bounded`: those that are of interest only where they are
     faster than the others, and than those before them."""
-    team = find_team()
-    if team is None:
-        each = [search_strategy(question, task) for task in tasks]
-        for task in bounded:
-            each.append(search_strategy(question, task.beside(find_best_s(each))))
+    each = _search_each(question, tasks)
+    best_s = find_best_s(each)
+    if best_s == inf and any(task.nearest or task.follows for task in bounded):
+        for task in bounded:  # one after the other: each may be the first that fits
+            each += _search_each(question, [task.beside(find_best_s(each))])
     else:
-        each = team.search(question, tasks, bounded)
-    best_s = find_best_s(each[: len(tasks)])
+        cut = [_cut(task.beside(best_s)) for task in bounded]
+        parts = iter(_search_each(question, [part for task in cut for part in task]))
+        each += [_join(list(islice(parts, len(task)))) for task in cut]
     for number, (way, considered) in enumerate(each):
         found.considered += considered
         if way is None or (number >= len(tasks) and way.pace.step_s > best_s + TIE_S):
             continue
         found.ways.append(way)
         best_s = min(best_s, way.pace.step_s if way.fits else inf)
+
+
+def _search_each(question: Question, tasks: Sequence[Task]) -> list[Found]:
+    team = find_team()
+    return [search_strategy(question, task) for task in tasks] if team is None else team.search(question, tasks)
+
+
+def _cut(task: Task) -> list[Task]:
+    """Layers that stream, or that a pipeline can move, may lie in so many ways that one process would take long. How
+    many do it makes no difference to the answer."""
+    is_long = task.levers.streams or task.levers.pipeline_parallel > 1
+    return [task._replace(part=part, parts=PARTS) for part in range(PARTS)] if is_long else [task]
+
+
+def _join(parts: Sequence[Found]) -> Found:
+    ways = [part.way for part in parts if part.way is not None]
+    return Found(min(ways, key=rank, default=None), sum([part.considered for part in parts]))
 
 
 def search_strategy(question: Question, task: Task) -> Found:

@@ -23,7 +23,7 @@ from tightfit.pace.clock import Computed, computing_key
 from tightfit.pace.rates import rates_of
 from tightfit.pace.stream import StreamClock, update_s
 from tightfit.pace.work import frozen_of, least_products_s, passes_of
-from tightfit.planner.candidates import Corner
+from tightfit.planner.candidates import Corner, complexity
 from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
 from tightfit.planner.question import Question, totals_tell, weight_of
 from tightfit.planner.wanted import check_wanted
@@ -64,7 +64,7 @@ def least_s(question: Question, levers: Levers) -> float:
 def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers | None:
     """The fastest that fits, in no more than this; None: there is none. Corners are taken in the order of what they
     take at least: what the GPU computes in any case, then with nothing recomputed and nothing to wait for."""
-    best: Levers | None = None
+    level = list[tuple[float, Levers]]()  # what fits and may be the fastest, with its seconds
     clocks: dict[Levers, StreamClock] = {}
     runners: dict[int, Runner] = {}
     computing = dict[Computed, float]()
@@ -89,8 +89,10 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
             continue
         found = runner.find_fastest(most_s)
         if found is not None:
-            most_s, best = found
-    return best
+            level.append(found)
+            most_s = min(most_s, found[0])
+    near = [(round(seconds, 9), levers) for seconds, levers in level if seconds <= most_s + TIE_S]
+    return min(near, key=lambda each: (each[0], complexity(each[1], question.hardware.world)), default=(inf, None))[1]
 
 
 def computing_s(question: Question, corner: Corner) -> float:

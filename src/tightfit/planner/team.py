@@ -35,17 +35,9 @@ class Found(NamedTuple):
     considered: int  # of so many
 
 
-def join(parts: Sequence[Found]) -> Found:
-    """What the parts of a task have found, each of which fits."""
-    ways = [part.way for part in parts if part.way is not None]
-    best = min(ways, key=lambda way: way.pace.step_s, default=None)
-    return Found(best, sum([part.considered for part in parts]))
-
-
 class Team(Protocol):
-    def search(self, question: Question, tasks: Sequence[Task], bounded: Sequence[Task]) -> list[Found]:
-        """What each of the tasks finds, in their order, and then each of those that are of interest only where they are
-        faster: what is slower may be among it."""
+    def search(self, question: Question, tasks: Sequence[Task]) -> list[Found]:
+        """What each of the tasks finds, in their order."""
 
 
 def find_best_s(each: Iterable[Found]) -> float:

@@ -112,12 +112,12 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port(taken: Collection[int] = ()) -> int:
     """A port that nobody listens on and no run that is just starting was given (`taken`); the one after it is free too.
 
-    It lies below those from which the system gives every outgoing connection one: until somebody listens there,
-    seconds later, such a connection could take it.
+    Where it can, it lies below those from which the system gives every outgoing connection one: until somebody listens
+    there, seconds later, such a connection could take it.
     """
     for _ in range(_TRIES):
         port = random.SystemRandom().randrange(_LOWEST, _first_ephemeral() - 1)
-        if port not in taken and _is_free(port) and _is_free(port + 1):
+        if {port - 1, port, port + 1}.isdisjoint(taken) and _is_free(port) and _is_free(port + 1):
             return port
     raise ConfigError(Message("runs.no-port"))
 
