@@ -105,6 +105,19 @@ def test_a_folder_is_never_two_plans(tmp_path: Path) -> None:
     left = contents(tmp_path)
     assert left.pop(LIST)
     assert left == {**other, **own}
+    mine = {**FILES, "slurm.sbatch": "true\n"}
+    write(mine, tmp_path, force=True)
+    write(other, tmp_path, force=True)
+    assert "slurm.sbatch" in contents(tmp_path), "no list says that it was written"
+    write(mine, tmp_path, force=True)  # but it is known as ours
+    assert contents(tmp_path) == {**mine, **own}
+
+
+@pytest.mark.parametrize("name", ["train.py", "dataset_info.json"])
+def test_a_list_removes_no_more_than_a_plans_own(name: str, tmp_path: Path) -> None:
+    write({"llamafactory.yaml": "a: 1\n", "PLAN.md": "# other\n", name: "{}"}, tmp_path, force=False)
+    write(FILES, tmp_path, force=True)
+    assert contents(tmp_path) == {**FILES, name: "{}"}
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -31,22 +31,31 @@ STAGING = ".tightfit-staging"
 RECORD, LIST = "worker.json", ".tightfit-plan.json"  # only we write them, and every plan has one or the other
 PLAN_FILES = frozenset(file.name for dialect in dialects() for file in dialect.files) | {"PLAN.md"}
 """What a plan may consist of."""
+KEPT = frozenset(
+    {LIST, "dataset_info.json"}
+)  # the list goes by itself, last; to the other people add data sets of theirs
 EXECUTABLE = (".sh", ".sbatch")
 
 
 def write(files: Mapping[str, str], folder: Path, force: bool, *, flag: str = "--write") -> list[Path]:
     """Write the files, by name, into the folder, which `flag` names; existing ones are replaced with `force` only."""
     made: list[Path] = []
-    listed = {} if RECORD in files else {LIST: json.dumps({"schema": SCHEMA, "files": sorted(files)}) + "\n"}
+    names = [*files] if RECORD in files else [LIST, *files]
     try:
-        written = _check({**listed, **files}, folder, force)
+        ours, written = _check(names, folder, force)
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
         for place in reversed(missing):
             place.mkdir(exist_ok=True)
             made.insert(0, place)
-        stale = [name for name in sorted(written - {*listed, *files}) if (folder / name).is_file()] if force else []
-        _write({**listed, **files}, stale, folder)
-        return [folder / name for name in files]
+        stale = [name for name in sorted(written - {*names}) if (folder / name).is_file()] if force else []
+        if LIST in names:  # of other files of an earlier plan it says that they are ours
+            beside = [name for name in sorted(ours - {*names, *stale}) if (folder / name).is_file()]
+            listed = {"schema": SCHEMA, "files": sorted(files), **({"beside": beside} if beside else {})}
+            files = {LIST: json.dumps(listed) + "\n", **files}
+        elif force and LIST in ours and (folder / LIST).is_file():
+            stale.append(LIST)
+        _write(files, stale, folder)
+        return [folder / name for name in files if name != LIST]
     except OSError as error:
         _unmake(made)
         raise ConfigError(Message("planfile.cannot-write", folder=folder, error=say_why(error), flag=flag)) from None
@@ -58,8 +67,8 @@ def write(files: Mapping[str, str], folder: Path, force: bool, *, flag: str = "-
         raise
 
 
-def _check(files: Mapping[str, str], folder: Path, force: bool) -> frozenset[str]:
-    """What lies there of an earlier plan and is surely ours."""
+def _check(files: Sequence[str], folder: Path, force: bool) -> tuple[frozenset[str], frozenset[str]]:
+    """What lies there of an earlier plan is ours, and what of it may be removed."""
     for name in files:
         if Path(name).name != name or name in ("", ".."):
             raise ConfigError(Message("planfile.not-a-name", name=repr(name)))
@@ -67,11 +76,10 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> frozenset[str
         raise ConfigError(Message("planfile.folder-is-file", folder=folder))
     trees = [find_json(folder / name) for name in (RECORD, LIST)]
     record, listed = (tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {} for tree in trees)
-    ours = written = frozenset[str]()
+    written, beside = (PLAN_FILES & frozenset(map(str, listed.get(key) or ())) for key in ("files", "beside"))
+    ours = written | beside | ({LIST} if listed else set())
     if {"levers", "predicted", "saving"} <= set(record):
-        ours, written = PLAN_FILES | {LIST}, frozenset({RECORD})
-    elif isinstance(names := listed.get("files"), list):
-        ours = written = frozenset(map(str, names)) | {LIST}
+        ours, written = PLAN_FILES | {LIST}, written | {RECORD}
     for name in files:
         path = folder / name
         if path.is_dir():
@@ -82,7 +90,7 @@ def _check(files: Mapping[str, str], folder: Path, force: bool) -> frozenset[str
             raise NotOurs(path, Message("planfile.not-ours", path=path))
         if not force:
             raise ConfigError(Message("planfile.exists", path=path))
-    return frozenset(name for name in written if Path(name).name == name and not (folder / name).is_symlink())
+    return ours, frozenset(name for name in written - KEPT if not (folder / name).is_symlink())
 
 
 def _unmake(made: list[Path]) -> None:
