@@ -31,9 +31,7 @@ STAGING = ".tightfit-staging"
 RECORD, LIST = "worker.json", ".tightfit-plan.json"  # only we write them, and every plan has one or the other
 PLAN_FILES = frozenset(file.name for dialect in dialects() for file in dialect.files) | {"PLAN.md"}
 """What a plan may consist of."""
-KEPT = frozenset(
-    {LIST, "dataset_info.json"}
-)  # the list goes by itself, last; to the other people add data sets of theirs
+KEPT = frozenset({LIST, "dataset_info.json"})  # the list goes last, by itself; to the other people add data of theirs
 EXECUTABLE = (".sh", ".sbatch")
 
 
@@ -76,7 +74,8 @@ def _check(files: Sequence[str], folder: Path, force: bool) -> tuple[frozenset[s
         raise ConfigError(Message("planfile.folder-is-file", folder=folder))
     trees = [find_json(folder / name) for name in (RECORD, LIST)]
     record, listed = (tree if isinstance(tree, dict) and tree.get("schema") == SCHEMA else {} for tree in trees)
-    written, beside = (PLAN_FILES & frozenset(map(str, listed.get(key) or ())) for key in ("files", "beside"))
+    told = [listed.get(key) for key in ("files", "beside")]
+    written, beside = (PLAN_FILES & frozenset(map(str, names if isinstance(names, list) else ())) for names in told)
     ours = written | beside | ({LIST} if listed else set())
     if {"levers", "predicted", "saving"} <= set(record):
         ours, written = PLAN_FILES | {LIST}, written | {RECORD}
