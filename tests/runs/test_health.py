@@ -76,7 +76,7 @@ def test_a_full_card_is_a_warning_and_a_full_cache_is_not() -> None:
 def test_memory_that_grows_from_step_to_step() -> None:
     leak = steps(60, lambda n: {"memory": {"now_bytes": 4 * GIB + n * 50 * MIB, "peak_bytes": 8 * GIB + n * 50 * MIB}})
     (warning,) = [said for said in map(str, health(leak).warnings) if "grows" in said]
-    assert warning.startswith("GPU memory grows by 50.0 MiB a step, and fills the card at about step ")
+    assert warning.startswith("GPU memory grows by 50.0 MiB per step, and fills the card at about step ")
     full = int(warning.split("step ")[-1].split(" of")[0])
     assert abs(full - (24 - 9) * 1024 / 50) < 5
 
@@ -101,7 +101,7 @@ def test_a_first_rise_that_stays_is_no_growth() -> None:
 def test_ranks_that_eat_the_host() -> None:
     found = health(steps(60, lambda n: {"memory": {"host_bytes": GIB + n * 400 * MIB}}))
     assert str(found.warnings[0]).startswith(
-        "the ranks' host memory grows by 400.0 MiB a step, and fills the RAM at about"
+        "the ranks' host memory grows by 400.0 MiB per step, and fills the RAM at about"
     )
 
 
