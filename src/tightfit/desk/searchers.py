@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count as count_up
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -54,7 +53,7 @@ class Helper:
         self.process: subprocess.Popen[bytes] | None
         self.is_odd = number % 2 > 0
         """It begins with the last task, others with the first: neighbours have much in common, and what a helper has
-        found out for one serves it for the next."""
+        found out for one serves it for the next. ZeRO-3, which has least in common with the others, comes last."""
         self._start()
 
     def _start(self) -> None:
@@ -84,7 +83,7 @@ class Helper:
     def send(self, asked: Asked, task: Task) -> bool:
         """Whether it has the task now. One of whom that is not certain is replaced."""
         try:
-            if asked is not self.asked:
+            if self.asked is None or asked.question is not self.asked.question:
                 # A copy of the model is without what was worked out from it, which would be most of what is sent.
                 self.line.send(Asked(asked.number, replace(asked.question, shape=replace(asked.question.shape))))
                 self.asked = asked
@@ -144,7 +143,7 @@ class Searchers:
         """What each of the tasks finds, whoever is free doing the next one."""
         with self._change:
             asked = Asked(self._models.setdefault(question.shape, next(self._numbers)), question)
-        waiting, found = deque(sorted(enumerate(tasks), key=_group)), dict[int, Found]()
+        waiting, found = deque(sorted(enumerate(tasks), key=lambda each: each[1].levers.stage == 3)), dict[int, Found]()
         busy = dict[Connection, tuple[Helper, int]]()
         try:
             while busy or (waiting and self.have_started()):
@@ -203,11 +202,6 @@ class Searchers:
             self._all, self._idle = [], []
 
 
-def _group(task: tuple[int, Task]) -> bool:
-    """ZeRO-3 stands apart, as it has least in common with the others: see `Helper.is_odd`."""
-    return task[1].levers.stage == 3
-
-
 # --- the helper itself ----------------------------------------------------------------------------
 
 
@@ -239,15 +233,17 @@ def serve() -> None:
     gc.set_threshold(GARBAGE)
     line.send(READY)
     while True:
-        question, task, abandoned = jobs.get()
-        answer: Found | None = None
-        with suppress(Exception), only_while(partial(_is_wanted, abandoned)):  # the server tries it too, and will say
-            answer = search_strategy(question, task)
-        if answer is not None and answer.way is not None:  # the server has the model
-            outline = replace(answer.way.shape, blocks=(), pattern=(), before=(), after=())
-            answer = answer._replace(way=replace(answer.way, shape=outline))
-        line.send(answer)
+        line.send(_find(*jobs.get()))
 
 
-def _is_wanted(abandoned: threading.Event) -> bool:
-    return not abandoned.is_set()
+def _find(question: Question, task: Task, abandoned: threading.Event) -> Found | None:
+    """None: it was abandoned, or it failed; the server then tries it too, and will say why."""
+    try:
+        with only_while(lambda: not abandoned.is_set()):
+            found = search_strategy(question, task)
+    except Exception:
+        return None
+    if found.way is None:
+        return found
+    outline = replace(found.way.shape, blocks=(), pattern=(), before=(), after=())  # the server has the model
+    return found._replace(way=replace(found.way, shape=outline))

@@ -27,7 +27,7 @@ from tightfit.memory import Scale
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.units import BUFFERS, units_of, updates_ahead
 from tightfit.messages import Listing, Message
-from tightfit.pace import KernelChoice
+from tightfit.pace import TIE_S, KernelChoice
 from tightfit.pace.work import ELEMENTWISE
 from tightfit.planner.selection import selections
 from tightfit.planner.trainers import Abilities
@@ -425,6 +425,12 @@ def _likeliness(corner: Corner) -> tuple[bool, int, bool, bool]:
 
 def _buffers(buckets: Buckets) -> tuple[int, int, int]:
     return int(buckets.overlap_comm or False), buckets.reduce_bucket, buckets.optimizer_buffer_count
+
+
+def find_simplest(level: Iterable[tuple[float, Levers]], most_s: float, world: int) -> Levers | None:
+    """Of ways with their seconds the simplest of those that take no more than this, which is what the fastest takes."""
+    near = [(round(seconds, 9), levers) for seconds, levers in level if seconds <= most_s + TIE_S]
+    return min(near, key=lambda each: (each[0], complexity(each[1], world)), default=(0.0, None))[1]
 
 
 def complexity(levers: Levers, world: int) -> tuple[int, ...]:

@@ -30,7 +30,16 @@ from tightfit.memory.weights import WIDTH
 from tightfit.pace import TIE_S, Clock, RowClock, clock_of, pace, step_seconds
 from tightfit.planner import stream
 from tightfit.planner.balance import LEAST_GAIN, balance, can_be_balanced, find_balanced
-from tightfit.planner.candidates import FILLED, LONG_TOKENS, Corner, complexity, corners, frugal, strategies
+from tightfit.planner.candidates import (
+    FILLED,
+    LONG_TOKENS,
+    Corner,
+    complexity,
+    corners,
+    find_simplest,
+    frugal,
+    strategies,
+)
 from tightfit.planner.ladder import FULL, Ladder, Weighed
 from tightfit.planner.plan import Way
 from tightfit.planner.question import Question, correction_of, weigh
@@ -474,8 +483,7 @@ def _race(question: Question, runners: list[Runner], ladders: list[Ladder], most
             seconds = step_seconds(question.shape, fits, question.hardware)
             level.append((seconds, fits))
             most_s = min(most_s, seconds)
-    near = [(round(seconds, 9), fits) for seconds, fits in level if seconds <= most_s + TIE_S]
-    return min(near, key=lambda each: (each[0], complexity(each[1], question.hardware.world)), default=(inf, None))[1]
+    return find_simplest(level, most_s, question.hardware.world)
 
 
 class _Thinkable:

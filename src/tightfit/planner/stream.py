@@ -23,7 +23,7 @@ from tightfit.pace.clock import Computed, computing_key
 from tightfit.pace.rates import rates_of
 from tightfit.pace.stream import StreamClock, update_s
 from tightfit.pace.work import frozen_of, least_products_s, passes_of
-from tightfit.planner.candidates import Corner, complexity
+from tightfit.planner.candidates import Corner, find_simplest
 from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
 from tightfit.planner.question import Question, totals_tell, weight_of
 from tightfit.planner.wanted import check_wanted
@@ -91,8 +91,7 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
         if found is not None:
             level.append(found)
             most_s = min(most_s, found[0])
-    near = [(round(seconds, 9), levers) for seconds, levers in level if seconds <= most_s + TIE_S]
-    return min(near, key=lambda each: (each[0], complexity(each[1], question.hardware.world)), default=(inf, None))[1]
+    return find_simplest(level, most_s, question.hardware.world)
 
 
 def computing_s(question: Question, corner: Corner) -> float:
