@@ -67,11 +67,12 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 
 
 ORDER = [
-    *(("3B full, 24 GB", side) for side in ("stream", "waits", "offload")),
-    *(("8B LoRA, 12 GB", side) for side in ("stream", "offload")),
+    *(("3B full, 24 GB", side) for side in ("stream", "offload")),
+    *(("8B LoRA, 12 GB", side) for side in ("offload", "stream")),
     *(("32B LoRA, 24 GB", side) for side in ("stream", "offload")),
     ("Gemma-2-9B LoRA, 12 GB", "stream"),
     ("7.6B full, 24 GB", "stream"),
+    ("3B full, 24 GB", "waits"),
     ("3B full, 24 GB", "clipped"),
     ("3B full, 24 GB", "nvme"),
     ("8B LoRA, 12 GB", "free"),
