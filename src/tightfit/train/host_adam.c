@@ -7,6 +7,11 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+enum { BLOCK = 1024, CHUNK = 1 << 16 }; /* elements: what stays in the nearest cache, and what a thread takes at a time */
 
 /* Made of the step's numbers in double precision, as torch makes them. */
 typedef struct {
@@ -59,15 +64,46 @@ static inline uint16_t round_at_random(float value, uint32_t number, uint32_t ke
     return (uint16_t)((bits & 0x7f800000u) == 0x7f800000u ? bits >> 16 | ((bits & 0x7fffffffu) > 0x7f800000u) : rounded);
 }
 
-static inline __attribute__((always_inline)) void update(const Vectors x, const Step step, int threads, int is_narrow,
-                                                          int has_master, int has_weights) {
-    const float *master = x.master, *first = x.first, *second = x.second, *gradients = x.gradients;
-    const uint16_t *narrow_first = x.first, *narrow_second = x.second;
-    float *new_master = x.new_master, *new_first = x.new_first, *new_second = x.new_second;
-    uint16_t *new_narrow_first = x.new_first, *new_narrow_second = x.new_second, *weights = x.weights;
-#pragma omp parallel for simd schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < x.count; i++) {
-        const uint32_t number = (uint32_t)(x.begin + i);
+/* Past the caches: memory that is only written is not read before, as it is where caches take it in. */
+static inline void write_past(void *to, const void *from, int64_t bytes) {
+#ifdef __SSE2__
+    if (((uintptr_t)to & 15) == 0) {
+        const int64_t whole = bytes & ~(int64_t)15;
+        for (int64_t at = 0; at < whole; at += 16)
+            _mm_stream_si128((__m128i *)((char *)to + at), _mm_loadu_si128((const __m128i *)((const char *)from + at)));
+        to = (char *)to + whole, from = (const char *)from + whole, bytes -= whole;
+    }
+#endif
+    memcpy(to, from, (size_t)bytes);
+}
+
+static inline void finish_writes(void) {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+/* Elements `from` to `to`, at most `BLOCK`. `is_ahead`: what is new goes elsewhere. */
+static inline __attribute__((always_inline)) void update_block(const Vectors x, const Step step, int64_t from, int64_t to,
+                                                               int is_narrow, int has_master, int has_weights,
+                                                               int is_ahead) {
+    const int64_t count = to - from, width = is_narrow ? 2 : 4;
+    const float *master = has_master ? x.master + from : 0, *gradients = x.gradients + from;
+    const char *old_first = (const char *)x.first + width * from, *old_second = (const char *)x.second + width * from;
+    const float *first = (const float *)old_first, *second = (const float *)old_second;
+    const uint16_t *narrow_first = (const uint16_t *)old_first, *narrow_second = (const uint16_t *)old_second;
+    const uint16_t *weights = has_weights ? x.weights + from : 0;
+    char *first_place = (char *)x.new_first + width * from, *second_place = (char *)x.new_second + width * from;
+    float *master_place = has_master ? x.new_master + from : 0;
+    float made_master[BLOCK], made_first[BLOCK], made_second[BLOCK];
+    uint16_t made_weights[BLOCK];
+    float *new_master = is_ahead ? made_master : master_place;
+    float *new_first = is_ahead ? made_first : (float *)first_place;
+    float *new_second = is_ahead ? made_second : (float *)second_place;
+    uint16_t *new_narrow_first = (uint16_t *)new_first, *new_narrow_second = (uint16_t *)new_second;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t number = (uint32_t)(x.begin + from + i);
         const float g = gradients[i] * step.factor;
         const float m0 = is_narrow ? widen(narrow_first[i]) : first[i];
         const float v0 = is_narrow ? widen(narrow_second[i]) : second[i];
@@ -83,21 +119,48 @@ static inline __attribute__((always_inline)) void update(const Vectors x, const 
             new_second[i] = v;
         }
         if (has_master) new_master[i] = p;
-        if (has_master && has_weights) weights[i] = round_nearest(p);
-        if (!has_master) weights[i] = round_at_random(p, number, x.key ^ 0x5bd1e995u);
+        if (has_master && has_weights) made_weights[i] = round_nearest(p);
+        if (!has_master) made_weights[i] = round_at_random(p, number, x.key ^ 0x5bd1e995u);
     }
+    if (is_ahead) {
+        write_past(first_place, made_first, width * count);
+        write_past(second_place, made_second, width * count);
+        if (has_master) write_past(master_place, made_master, 4 * count);
+    }
+    if (has_weights) write_past(x.weights + from, made_weights, 2 * count);
+}
+
+/* Threads take the next chunk when they are done with one: another program's work on a core delays one chunk, not all. */
+static inline __attribute__((always_inline)) void update(const Vectors x, const Step step, int threads, int is_narrow,
+                                                          int has_master, int has_weights, int is_ahead) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t begin = 0; begin < x.count; begin += CHUNK) {
+        const int64_t end = begin + CHUNK < x.count ? begin + CHUNK : x.count;
+        for (int64_t from = begin; from < end; from += BLOCK)
+            update_block(x, step, from, from + BLOCK < end ? from + BLOCK : end, is_narrow, has_master, has_weights,
+                         is_ahead);
+        finish_writes();
+    }
+}
+
+static inline __attribute__((always_inline)) void choose(const Vectors x, const Step step, int threads, int is_narrow,
+                                                          int has_master, int has_weights) {
+    if (x.new_first == x.first)
+        update(x, step, threads, is_narrow, has_master, has_weights, 0);
+    else
+        update(x, step, threads, is_narrow, has_master, has_weights, 1);
 }
 
 void adamw(Vectors x, Step step, int threads, int is_narrow) {
     if (is_narrow) {
         if (x.master)
-            update(x, step, threads, 1, 1, 1);
+            choose(x, step, threads, 1, 1, 1);
         else
-            update(x, step, threads, 1, 0, 1);
+            choose(x, step, threads, 1, 0, 1);
     } else if (!x.master)
-        update(x, step, threads, 0, 0, 1);
+        choose(x, step, threads, 0, 0, 1);
     else if (x.weights)
-        update(x, step, threads, 0, 1, 1);
+        choose(x, step, threads, 0, 1, 1);
     else
-        update(x, step, threads, 0, 1, 0);
+        choose(x, step, threads, 0, 1, 0);
 }

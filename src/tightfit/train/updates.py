@@ -69,8 +69,8 @@ class Updates:
         own = HostMemory(place, shared=False)  # of what other ranks do not look at
         self.states: dict[Unit, HostStates] = {}
         on_card, threads = updates_on_card(levers, place, cores() // self._ranks), max(1, cores() // self._ranks)
-        if threads > FEW_CORES and (self._may_go_ahead or not self.waits):
-            threads -= 1  # for the one that feeds the GPU meanwhile: an update is as slow as its slowest thread
+        if threads > FEW_CORES:
+            threads -= 1  # for the one that feeds the GPU meanwhile
         through = kernel = None
         if on_card:
             dtype = self.units[0].weights.dtype
@@ -228,7 +228,6 @@ class Updates:
 
     def measure(self) -> Tensor:
         """The norm of all gradients of the window."""
-        self._let_go()  # of the lowest unit's, which else stood there to the next window's loss
         norm: Tensor = torch.linalg.vector_norm(torch.stack(self._norms))
         self._norms.clear()
         if self._ranks > 1:
@@ -242,10 +241,11 @@ class Updates:
         self._launched += 1
         began = self._began.copy()
         self._began.clear()
+        known = self._stream.streams.mark()
+        self._let_go()  # of the lowest unit's, which else stood there to the next window's loss
         if not self.waits:
             self.steps += 1
             return
-        known = self._stream.streams.mark()
         self._is_norm_known = (lambda: True) if known is None else known.query
 
         def decide() -> Step | None:

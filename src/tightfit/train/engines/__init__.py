@@ -79,7 +79,7 @@ class Launched:
         """Wait for it. `loss` travels along."""
         asked = (loss, self.grad_norm, self.skipped, self.loss_scale)
         there = [each.detach().float() for each in asked if isinstance(each, Tensor) and each.device == loss.device]
-        read = iter(torch.stack(there).tolist())
+        read = iter(_read_numbers(torch.stack(there)))
 
         def number(each: Any) -> Any:
             if isinstance(each, Tensor):
@@ -92,6 +92,20 @@ class Launched:
             skipped=bool(skipped),
             loss_scale=None if scale is None else float(scale),
         )
+
+
+def _read_numbers(numbers: Tensor) -> list[float]:
+    """Through locked memory, then an event: while the driver waits to copy into memory that is not locked, other
+    threads, such as the one that updates weights on the host, cannot let go of theirs."""
+    if numbers.device.type == "cuda":
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        arrived.synchronize()
+        numbers = host
+    read: list[float] = numbers.tolist()
+    return read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
