@@ -2,7 +2,7 @@
 
     python benchmarks/stream.py prepare DIR                                    # on the desk: a plan for each side
     python benchmarks/stream.py predict DIR > predicted.json                   # on the desk, before anything runs
-    python benchmarks/stream.py run DIR --out rows.jsonl [--only PART,PART] [--until 480]    # on a GPU, capped
+    python benchmarks/stream.py run DIR --out rows.jsonl [--only PART,PART] [--until 480] [--at-once 3]    # on a GPU
 
 The sides run in turn, as in `fast.py`, in the order of `ORDER`: what tells most comes first, and each row is kept and
 shown as soon as it is there, so that a call which is cut off has been of use. `stream`: as it is planned, which for 3B
@@ -87,12 +87,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="pieces of the names of folders, which are jobs and sides")
     parser.add_argument("--limit-s", type=int, default=150)
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which nothing more is begun")
+    parser.add_argument("--at-once", type=int, default=1, help="how many start together; each is timed alone")
     args = parser.parse_args()
     fast.STEPS, fast.WARM_UP = 4, 2  # seconds each, and alike
     places = {(name, side): args.path / name.replace(" ", "_").replace(",", "") / side for name, side in ORDER}
     wanted = {each: place for each, place in places.items() if fast.is_wanted(place, args.only)}
     if args.what == "run":
-        args.peers, args.at_once = False, 1
+        args.peers = False
         fast.run(args, [place for place in wanted.values() if (place / "worker.json").exists()])
     elif args.what == "predict":
         told = {f"{place.parent.name}/{place.name}": describe(place) for place in wanted.values()}

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from tightfit.train import build
+from tightfit.train import build, updates
 from tightfit.train.assemble import fill, materialise
 from tightfit.train.config import AdapterSettings, OptimizerConfig
 from tightfit.train.engines import Engine
 from tightfit.train.engines.ddp import Ddp
 from tightfit.train.engines.stream import StreamAdapters, StreamWeights
 from tightfit.train.host_adam import Step
-from tightfit.train.optimizers import name_decays
+from tightfit.train.optimizers import BLOCK, name_decays
 from tightfit.train.place import Place
 from tightfit.train.recompute import recompute
 from tightfit.train.scratch import Scratch
 from tightfit.train.shards import find_resting
 from tightfit.train.streaming import place_model
-from tightfit.types import AttentionKernel, Buckets, Checkpointing, Levers, Lora
+from tightfit.types import AttentionKernel, Buckets, Checkpointing, Levers, Lora, Precision
 
 WINDOW, STEPS, RATE = 3, 3, 1e-2
 SMALL = {
@@ -236,6 +236,42 @@ def test_updates_ahead_of_the_norm_are_those_that_wait(levers: Levers) -> None:
     assert states(hasty) == states(waiting)
 
 
+@pytest.mark.parametrize("clip", [0.0, 1.0], ids=["at once", "after the norm"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_units_are_updated_piece_by_piece(clip: float, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
+    levers = replace(WHOLE, precision=precision)
+    at_once = make("tied", levers, clip=clip)
+    expected = run(at_once, steps=SEVERAL)
+    monkeypatch.setattr(updates, "PIECE", BLOCK)
+    by_pieces = make("tied", levers, clip=clip)
+    assert isinstance(by_pieces, StreamWeights)
+    bottom = by_pieces._stream.bottom
+    assert bottom is not None
+    assert bottom.trained > 3 * BLOCK
+    assert run(by_pieces, steps=SEVERAL) == expected
+    assert states(by_pieces) == states(at_once)
+    assert weights(by_pieces) == weights(at_once)
+    by_pieces.accumulate(batches(0), WINDOW, 1.0, lambda *_: None)
+    by_pieces.step(RATE)
+    ready = list(bottom.become_ready())
+    assert len(ready) > 3, "nothing to wait for piece by piece"
+    assert [0, *(each.stop for each in ready)] == [*(each.start for each in ready), bottom.bytes]
+
+
+def test_an_update_that_fails_is_told_where_its_weights_are_wanted() -> None:
+    engine = make("tied", WHOLE)
+    assert isinstance(engine, StreamWeights)
+    run(engine, steps=1)
+    held = engine._updates.states[engine._updates.units[0]]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no more")
+
+    held.update = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no more"):
+        run(engine, first=1, steps=2)
+
+
 def weights(engine: Engine) -> dict[str, list[float]]:
     return {shard.path: find_resting(shard.parameter).float().view(-1).tolist() for shard in engine._trainable()}
 
@@ -243,16 +279,16 @@ def weights(engine: Engine) -> dict[str, list[float]]:
 def watch_updates(engine: StreamWeights) -> tuple[list[Step], list[Step]]:
     """Steps of units that went ahead and counted, and that were made again. They go ahead while the norm is not known,
     which here takes no time: each is waited for."""
-    updates, counted, again = engine._updates, list[Step](), list[Step]()
-    close = updates.close
+    made, counted, again = engine._updates, list[Step](), list[Step]()
+    close = made.close
 
     def close_and_wait(unit: Any) -> None:
         close(unit)
-        if updates._began:
-            updates._began[-1].result()
+        if made._began:
+            made._began[-1].result()
 
     engine._close = close_and_wait  # type: ignore[method-assign]
-    for held in updates.states.values():
+    for held in made.states.values():
 
         def accept(held: Any = held, accept: Any = held.accept) -> None:
             counted.append(held.ahead)

@@ -14,6 +14,9 @@ GRADS = 2  # likewise for the fp32 gradients of a layer
 BUFFERS = 2  # in RAM, for states that rest on an NVMe
 LEAVING = 2  # inputs of layers on their way to the host, at most
 AHEAD = 2  # likewise on their way back, beside the one that is in use
+PIECE = 2**24
+"""Elements that are updated as soon as their gradients are there, and that set out for the GPU then: of a large
+embedding, which is the last to arrive and the first that the next pass reads, nobody waits for the whole."""
 
 
 class Unit(NamedTuple):

@@ -7,10 +7,11 @@ pass. There nothing is under way, so that a step takes as long as the next:
 - Backwards a layer that streams comes into the slot that the last but one has left: it is there as soon as the slot is
   free and the link has brought it. The two at the top are there still. A layer's gradients leave once they are summed
   up over the GPUs, and a layer begins when those of the last but one have left.
-- Clipping needs the norm of all gradients, so the optimizer begins when the last of them has arrived, with the unit
-  that the forward pass wants first. Without it, and without a loss scale, each unit is updated as it arrives. With a
-  second set of states too: those for which there was time before the norm is known only wait for that, and the rest
-  follows in the order of the forward pass. That nothing is clipped is taken for granted.
+- Clipping needs the norm of all gradients, so the optimizer begins when the backward pass is over, with the unit that
+  the forward pass wants first, piece by piece as its gradients arrive; and piece by piece it goes up. Without clipping,
+  and without a loss scale, each unit is updated as it arrives. With a second set of states too: those for which there
+  was time before the norm is known only wait for that, and the rest follows in the order of the forward pass. That
+  nothing is clipped is taken for granted.
 - Forwards each unit that trains comes anew, whether it stays on the GPU or not, as soon as it is updated; of frozen
   layers those that stream, but for the lowest two, which are there still.
 - What layers keep may wait on the host: it leaves behind the forward pass and comes back before the other, micro batch
@@ -27,7 +28,18 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tightfit.memory.activations import activations_at, setting_of
-from tightfit.memory.units import AHEAD, GRADS, SLOTS, Unit, count_kept, stays, units_of, updates_ahead, waits_for_norm
+from tightfit.memory.units import (
+    AHEAD,
+    GRADS,
+    PIECE,
+    SLOTS,
+    Unit,
+    count_kept,
+    stays,
+    units_of,
+    updates_ahead,
+    waits_for_norm,
+)
 from tightfit.pace import engines
 from tightfit.pace import rates as constants
 from tightfit.pace.engines import FP32, WIDENING_BYTES
@@ -49,6 +61,7 @@ class Turn(NamedTuple):
     updated: float
     updated_ahead: float  # into the second set of states
     sent: float  # what it keeps, on its way to the host, and back as long
+    piece: float = 1.0  # the share of it that is updated, and leaves for the GPU, as soon as it is there
 
 
 def follow(
@@ -91,8 +104,9 @@ def follow(
         if turn.streams:
             free[slot_of[index]] = gpu
     trained = [index for index, turn in enumerate(turns) if turn.trains]
-    known = max(gpu, down) if waits else 0.0
+    known = 0.0 if not waits else max(gpu, down) if through_host else max(gpu, ring)
     done, host = [0.0] * len(turns), 0.0 if updates_ahead else known
+    first = done.copy()  # when the first piece is done
     late = list[int]()  # units that are updated when the norm is known
     for index in reversed(trained):
         begins = max(host, arrived[index])
@@ -102,17 +116,19 @@ def follow(
         host = begins + turns[index].updated
         if waits:  # or, at worst, it had better waited
             host = min(begins + turns[index].updated_ahead, known + turns[index].updated)
-        done[index] = max(host, known)
+        first[index] = done[index] = max(host, known)
     for index in late:
-        host = max(host, known) + turns[index].updated
-        done[index] = host
+        turn, begins = turns[index], max(host, known)
+        begins = max(begins, arrived[index] - (1 - turn.piece) * turn.down)
+        first[index] = begins + turn.piece * turn.updated
+        host = done[index] = max(begins + turn.updated, arrived[index] + turn.piece * turn.updated)
     for index, turn in enumerate(turns):
         ready = gpu
         if turn.trains or (turn.streams and there[slot_of[index]] != index):
             if turn.streams:
                 there[slot_of[index]] = index
                 up = max(up, free[slot_of[index]])
-            up = max(up, done[index]) + turn.up
+            up = max(max(up, first[index]) + turn.up, done[index] + turn.piece * turn.up)
             ready = max(gpu, up)
         gpu = ready + turn.forward
         if turn.sent:
@@ -242,6 +258,7 @@ class StreamClock:
             updated=update_s(trained, self.levers, self.hardware, rates),
             updated_ahead=update_s(trained, self.levers, self.hardware, rates, ahead=True),
             sent=0.0,
+            piece=min(1.0, PIECE / trained) if ranks == 1 else 1.0,
         )
 
     def summing_s(self, unit: Unit) -> float:
@@ -298,12 +315,13 @@ def _state_bytes(levers: Levers) -> int:
 
 def _update_bytes(levers: Levers, *, ahead: bool) -> int:
     """Of host memory that the update of one parameter reads and writes: its gradient in fp32, its moments, its fp32
-    copy, and its weight in the working precision. What goes to a second set is read by the caches before it is written;
-    weights of which there is no copy are kept as they were."""
+    copy, and its weight in the working precision. Of what goes ahead, weights of which there is no copy are kept as
+    they were; and a second set in 8 bits begins as a copy, which caches read before they write it."""
     has_masters, width = levers.master_weights and levers.precision != "fp32", 4 if levers.precision == "fp32" else 2
     weights = width if has_masters else 2 * width
     in_place = FP32 + 2 * _state_bytes(levers) + weights
-    return in_place + _state_bytes(levers) + (0 if has_masters else weights) if ahead else in_place
+    copied = _state_bytes(levers) if levers.states == "8bit" else 0
+    return in_place + copied + (0 if has_masters else weights) if ahead else in_place
 
 
 def list_causes(

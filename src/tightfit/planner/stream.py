@@ -4,10 +4,15 @@ Both want the card's memory. A layer that stays spares the link its weights, a l
 and costs arithmetic. At each depth of checkpointing the most layers that fit are the fastest, and of a range of depths
 none is faster than its shallowest would be with as many as fit at its deepest. So ranges are halved as long as that is
 less than the best yet, which most often is nowhere near all of them.
+
+Of the way that is found no more layers stay than make a difference. Where a link is fast enough that may be none; and
+memory that nobody fills is what the allocator wants: on a full card it hands pages back and forth, and each time the
+GPU stands still.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
@@ -28,6 +33,9 @@ from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
 from tightfit.planner.question import Question, totals_tell, weight_of
 from tightfit.planner.wanted import check_wanted
 from tightfit.types import PARTS, Checkpointing, Levers
+
+WORTH = 0.005
+"""Of a step, what layers that stay have to save."""
 
 
 def keep_enough(question: Question, levers: Levers) -> Levers:
@@ -91,7 +99,19 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
         if found is not None:
             level.append(found)
             most_s = min(most_s, found[0])
-    return find_simplest(level, most_s, question.hardware.world)
+    found = find_simplest(level, most_s, question.hardware.world)
+    return found if found is None else leave_room(question, found)
+
+
+def leave_room(question: Question, levers: Levers) -> Levers:
+    """With no more layers on the GPU than make a difference."""
+    if "resident" in question.pinned:
+        return levers
+    clock = StreamClock(question.shape, levers, question.hardware, rates_of(question.hardware, levers.precision))
+    longest_s = clock.seconds(levers.checkpointing, levers.resident) * (1 + WORTH)
+    counts = range(keep_enough(question, replace(levers, resident=0)).resident, levers.resident)
+    enough = bisect_left(counts, True, key=lambda count: clock.seconds(levers.checkpointing, count) <= longest_s)
+    return replace(levers, resident=counts.start + enough)
 
 
 def computing_s(question: Question, corner: Corner) -> float:

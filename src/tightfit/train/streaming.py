@@ -35,11 +35,12 @@ COPY_BYTES = 32 * 2**20
 
 
 class Pending(Protocol):
-    """What is being done; a `Future`, say."""
+    """New weights of a unit that are being made."""
 
     def done(self) -> bool: ...
 
-    def result(self) -> None: ...
+    def ends(self) -> Iterator[int]:
+        """How many elements, from the first on, are as they should be: whenever there are more, until all are."""
 
 
 @dataclass(slots=True)
@@ -95,10 +96,19 @@ class Unit:
             found.append((length, decay))
         return found
 
-    def wait(self) -> None:
+    def become_ready(self) -> Iterator[slice]:
+        """Bytes of it that are as they should be, as soon as they are."""
+        width, begin = self.parts[0].dtype.itemsize, 0
         if self.update is not None:
-            self.update.result()
+            for end in self.update.ends():
+                yield slice(begin * width, end * width)
+                begin = end
             self.update = None
+        yield slice(begin * width, self.bytes)
+
+    def wait(self) -> None:
+        for _ in self.become_ready():
+            pass
 
 
 @dataclass(slots=True, eq=False)
@@ -167,10 +177,10 @@ class Stream:
             return True
         if not wait and unit.update is not None and not unit.update.done():
             return False
-        unit.wait()
         slot = unit.slot
         with self.streams.on(self.streams.weights, after=slot.free):
-            copy(slot.memory[: unit.bytes], unit.home)
+            for ready in unit.become_ready():
+                copy(slot.memory[ready], unit.home[ready])
         slot.holds, slot.arrived = unit, self.streams.mark(self.streams.weights)
         return True
 

@@ -22,12 +22,13 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -35,11 +36,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.inputs.surroundings import cores
-from tightfit.memory.units import count_kept, updates_ahead, waits_for_norm
+from tightfit.memory.units import PIECE, count_kept, updates_ahead, waits_for_norm
 from tightfit.messages import Message
 from tightfit.train.host_adam import Step, find_host_adam
 from tightfit.train.host_memory import HostMemory
-from tightfit.train.host_states import CardRoom, HostStates, count_bytes
+from tightfit.train.host_states import CardRoom, HostStates, count_bytes, cut
 from tightfit.train.optimizers import CLIP_EPS
 from tightfit.train.place import Place
 from tightfit.train.state_file import StateFile
@@ -115,6 +116,7 @@ class Updates:
         trained = [unit for unit in stream.layers if unit is not None and unit.trained]
         places = [torch.empty(largest, device=device) for _ in trained[:2]]
         self._places = {unit: places[number % 2] for number, unit in enumerate(trained)}
+        self._pieces: dict[Unit, list[tuple[slice, Any]]] = {}  # of the gradients there, with an event for each
         self._sums: dict[Unit, Tensor] = {}  # of what is being added up
         self._left: dict[int, Any] = {}  # by the address of a place: an event, when its last user's have left
         self._leaving: list[tuple[Tensor, Any]] = []
@@ -129,7 +131,6 @@ class Updates:
         if not place.is_alone:
             self._counts = stream.memory.take(8 * self._ranks * len(self.units), lock=False).view(torch.int64)
         self._launched = 0
-        self._last: Any = None  # an event: all gradients of the window are on the host
         self._thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
         sys.setswitchinterval(SWITCH_S)
         for name, param in model.named_parameters():
@@ -180,20 +181,22 @@ class Updates:
         if not self.waits:  # whoever had this buffer before has used it
             for future in self._began[: max(0, len(self._began) - 1)]:
                 future.result()
+        pieces = self._pieces[unit] = []
         with streams.on(streams.gradients, after=streams.mark()):
-            copy(self._arrived[unit], mine)
-        event = streams.mark(streams.gradients)
+            for part in cut(0, len(mine), PIECE):
+                copy(self._arrived[unit][part], mine[part])
+                pieces.append((part, streams.mark(streams.gradients)))
+        event = pieces[-1][1]
         if unit in self._places:
             self._left[sum_.data_ptr()] = event
         else:
             self._leaving.append((sum_, event))
         if not self.waits:
             made = self.expected._replace(number=self.steps + 1)
-            self._began.append(self._submit(unit, lambda: made, event))
+            self._began.append(self._submit(unit, lambda: made))
             self._stream.renew([unit])
         elif self._goes_ahead:
             self._began.append(self._thread.submit(self._go_ahead, unit, self.expected, event))
-        self._last = event
 
     def _is_worth_it(self) -> bool:
         clipped = sum(self._clipped)
@@ -241,6 +244,10 @@ class Updates:
         self._launched += 1
         began = self._began.copy()
         self._began.clear()
+        measured = norm
+        if norm.is_cuda:
+            measured = torch.empty(norm.shape, dtype=norm.dtype, pin_memory=True)
+            measured.copy_(norm, non_blocking=True)
         known = self._stream.streams.mark()
         self._let_go()  # of the lowest unit's, which else stood there to the next window's loss
         if not self.waits:
@@ -253,26 +260,26 @@ class Updates:
             for future in began:
                 future.result()
             self._is_norm_known = lambda: False
-            if self._last is not None:
-                self._last.synchronize()
-            measured = float(norm)
-            factor = min(1.0, clip / (measured + CLIP_EPS)) if clip > 0 else 1.0
-            is_finite = math.isfinite(measured)
+            if known is not None:
+                known.synchronize()
+            found = float(measured)
+            factor = min(1.0, clip / (found + CLIP_EPS)) if clip > 0 else 1.0
+            is_finite = math.isfinite(found)
             self._clipped.append(factor < 1 or not is_finite)
             self.steps += is_finite
             return Step(rate, self.steps, factor / scale) if is_finite else None
 
         decided = self._thread.submit(decide)
         for unit in self.units:
-            self._submit(unit, decided.result, None)
+            self._submit(unit, decided.result)
         self._stream.renew(self.units)
 
-    def _submit(self, unit: Unit, find_step: Callable[[], Step | None], after: Any) -> Future[None]:
+    def _submit(self, unit: Unit, find_step: Callable[[], Step | None]) -> Future[None]:
         turn, number = self._launched + (not self.waits), self.units.index(unit)
+        pieces = self._pieces.pop(unit)
+        made = _Update([part.stop for part, _ in pieces])
 
         def update() -> None:
-            if after is not None:
-                after.synchronize()
             step, held = find_step(), self.states[unit]
             weights = unit.weights[slice(*self.share(unit))]
             if step is None:
@@ -281,12 +288,16 @@ class Updates:
                 held.accept()
             else:
                 with self.resident(unit, write=True, step=1 if self.waits else -1):
-                    held.update(self._arrived[unit], weights, step)
+                    for part, arrived in pieces:
+                        if arrived is not None:
+                            arrived.synchronize()
+                        held.update(self._arrived[unit], weights, step, begin=part.start, end=part.stop)
+                        made.tell()
             if self._counts is not None:
                 self._counts[self._rank * len(self.units) + number] = turn
 
-        future = self._thread.submit(update)
-        unit.update = future if self._counts is None else _OfAll(future, self._counts[number :: len(self.units)], turn)
+        future = made.submit(self._thread, update)
+        unit.update = made if self._counts is None else _OfAll(made, self._counts[number :: len(self.units)], turn)
         return future
 
     def settle(self) -> None:
@@ -307,19 +318,57 @@ class _Adding:
         param.grad = None
 
 
+class _Update:
+    """Of a unit's weights, piece by piece."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self._ends = [(end, Event()) for end in ends]
+        self._left = deque(self._ends)
+        self._future: Future[None] | None = None
+
+    def submit(self, thread: ThreadPoolExecutor, update: Callable[[], None]) -> Future[None]:
+        def run() -> None:
+            try:
+                update()
+            finally:
+                while self._left:
+                    self.tell()
+
+        self._future = thread.submit(run)
+        return self._future
+
+    def tell(self) -> None:
+        """The next piece is done."""
+        self._left.popleft()[1].set()
+
+    def done(self) -> bool:
+        assert self._future is not None
+        return self._future.done()
+
+    def ends(self) -> Iterator[int]:
+        assert self._future is not None
+        for end, is_done in self._ends:
+            is_done.wait()
+            if end == self._ends[-1][0]:
+                self._future.result()  # raises what went wrong
+            yield end
+
+
 class _OfAll:
     """An update of which every rank makes its share."""
 
-    def __init__(self, own: Future[None], counts: Tensor, turn: int) -> None:
+    def __init__(self, own: _Update, counts: Tensor, turn: int) -> None:
         self._own, self._counts, self._turn = own, counts, turn
 
     def done(self) -> bool:
         return self._own.done() and int(self._counts.min()) >= self._turn
 
-    def result(self) -> None:
-        self._own.result()
+    def ends(self) -> Iterator[int]:
+        for _ in self._own.ends():  # of the share alone
+            pass
         while not self.done():
             time.sleep(LOOK_S)
+        return iter(())
 
 
 def _reduce(mine: Tensor, whole: Tensor) -> None:
