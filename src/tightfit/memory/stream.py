@@ -121,7 +121,9 @@ def _moments_back(job: MemoryJob, turns: tuple[Turn, ...], here: list[int], belo
 def at_the_loss(job: MemoryJob) -> Components:
     units = units_of(job.shape, job.levers)
     ends = FP32 * units.after.trained + _tied_gradients(job, units)
-    return combine(at_the_top(job), {"gradients": ends}, logits(job))
+    head = job.acts.head  # whose gradient has been added to that sum before the final norm's backward pass
+    back = max(head.backward_head, head.arriving, head.norm_backward - head.saved_norm)
+    return combine(at_the_top(job), {"gradients": ends}, logits(job) | {"logits": max(head.forward_logits, back)})
 
 
 def _beside_the_loss(job: MemoryJob, turns: tuple[Turn, ...]) -> int:

@@ -99,8 +99,8 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
         if found is not None:
             level.append(found)
             most_s = min(most_s, found[0])
-    found = find_simplest(level, most_s, question.hardware.world)
-    return found if found is None else leave_room(question, found)
+    simplest = find_simplest(level, most_s, question.hardware.world)
+    return None if simplest is None else leave_room(question, simplest)
 
 
 def leave_room(question: Question, levers: Levers) -> Levers:
