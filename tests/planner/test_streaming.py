@@ -11,6 +11,7 @@ from small_questions import GIB, ask, card, machine, preset
 from tightfit.job import Job, Limits
 from tightfit.memory import estimate
 from tightfit.messages import id_of
+from tightfit.model.load import shape_from_config
 from tightfit.pace import pace
 from tightfit.planner import Bounds, plan, plan_within
 from tightfit.planner.plan import Plan, Way
@@ -80,6 +81,22 @@ def test_no_layer_stays_that_saves_next_to_nothing() -> None:
     kept = replace(best.levers, resident=2)
     assert not excess_bytes(question, estimate(question.shape, kept, 1, hardware))
     assert pace(question.shape, kept, hardware).step_s < best.pace.step_s
+
+
+@pytest.mark.parametrize("gib", [5, 8, 11])
+def test_fewer_layers_that_hold_more_do_not_stay_instead(gib: int) -> None:
+    """Every other layer has experts: which layers stay depends on how many do, and so does how large they are."""
+    experts = {"decoder_sparse_step": 2, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    layers = {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16}
+    sizes = {"intermediate_size": 2048, "shared_expert_intermediate_size": 2048, "vocab_size": 32000}
+    shape = shape_from_config({"model_type": "qwen2_moe", **experts, **layers, **sizes}, "every other")
+    asked: dict[str, Any] = {"method": "lora", "sequence": 1024, "effective_batch": 8, "levers": {"engine": STREAM}}
+    question = ask(shape, card(DESKTOP, gib * GIB), **asked)
+    best = search(question).best
+    assert best is not None
+    assert not excess_bytes(question, estimate(shape, best.levers, 1, question.hardware))
+    more = replace(best.levers, resident=best.levers.resident + 1)
+    assert pace(shape, more, question.hardware).step_s <= best.pace.step_s
 
 
 def test_a_model_whose_states_do_not_fit_in_ram_names_narrower_ones() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -256,6 +257,52 @@ def test_units_are_updated_piece_by_piece(clip: float, precision: Precision, mon
     ready = list(bottom.become_ready())
     assert len(ready) > 3, "nothing to wait for piece by piece"
     assert [0, *(each.stop for each in ready)] == [*(each.start for each in ready), bottom.bytes]
+
+
+def test_the_lowest_unit_is_updated_while_its_gradients_still_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the norm is known, whether or not others were updated ahead of it."""
+    monkeypatch.setattr(updates, "PIECE", BLOCK)
+    engine = make("tied", replace(WHOLE, update="ahead"), clip=1e9)
+    assert isinstance(engine, StreamWeights)
+    run(engine, steps=1)
+    made, streams, bottom = engine._updates, engine._stream.streams, engine._stream.bottom
+    assert bottom is not None
+    pieces: list[Arrival] = []
+    monkeypatch.setattr(streams, "mark", lambda *_: pieces.append(Arrival()) or pieces[-1])
+    monkeypatch.setattr(streams, "wait", lambda _: None)
+
+    def close(unit: Any) -> None:
+        pieces.clear()
+        made.close(unit)
+        for piece in pieces if unit is not bottom else pieces[:2]:
+            piece.set()
+
+    engine._close = close  # type: ignore[method-assign]
+    done = Event()
+    update = made.states[bottom].update
+
+    def tell(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        done.set()
+
+    made.states[bottom].update = tell  # type: ignore[method-assign]
+    engine.accumulate(batches(1), WINDOW, 1.0, lambda *_: None)
+    arriving = pieces[2:]
+    assert arriving, "all of it is there at once"
+    pieces.clear()
+    engine.step(RATE)
+    for known in pieces:
+        known.set()
+    assert done.wait(60), "it waits for the rest"
+    for piece in arriving:
+        piece.set()
+    made.settle()
+
+
+class Arrival(Event):
+    """What stands for a CUDA event."""
+
+    synchronize, query = Event.wait, Event.is_set
 
 
 def test_an_update_that_fails_is_told_where_its_weights_are_wanted() -> None:

@@ -108,16 +108,15 @@ def follow(
     done, host = [0.0] * len(turns), 0.0 if updates_ahead else known
     first = done.copy()  # when the first piece is done
     late = list[int]()  # units that are updated when the norm is known
-    for index in reversed(trained):
+    for index in reversed(trained) if waits else ():
         begins = max(host, arrived[index])
-        if waits and (not updates_ahead or begins >= known):
+        if not updates_ahead or begins >= known:
             late.insert(0, index)
             continue
-        host = begins + turns[index].updated
-        if waits:  # or, at worst, it had better waited
-            host = min(begins + turns[index].updated_ahead, known + turns[index].updated)
+        # or, at worst, it had better waited
+        host = min(begins + turns[index].updated_ahead, known + turns[index].updated)
         first[index] = done[index] = max(host, known)
-    for index in late:
+    for index in late if waits else reversed(trained):
         turn, begins = turns[index], max(host, known)
         begins = max(begins, arrived[index] - (1 - turn.piece) * turn.down)
         first[index] = begins + turn.piece * turn.updated
@@ -315,13 +314,12 @@ def _state_bytes(levers: Levers) -> int:
 
 def _update_bytes(levers: Levers, *, ahead: bool) -> int:
     """Of host memory that the update of one parameter reads and writes: its gradient in fp32, its moments, its fp32
-    copy, and its weight in the working precision. Of what goes ahead, weights of which there is no copy are kept as
-    they were; and a second set in 8 bits begins as a copy, which caches read before they write it."""
+    copy, and its weight in the working precision. Before one that goes ahead, weights of which there is no copy are
+    kept as they were."""
     has_masters, width = levers.master_weights and levers.precision != "fp32", 4 if levers.precision == "fp32" else 2
     weights = width if has_masters else 2 * width
     in_place = FP32 + 2 * _state_bytes(levers) + weights
-    copied = _state_bytes(levers) if levers.states == "8bit" else 0
-    return in_place + copied + (0 if has_masters else weights) if ahead else in_place
+    return in_place + weights if ahead and not has_masters else in_place
 
 
 def list_causes(

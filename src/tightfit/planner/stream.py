@@ -72,6 +72,7 @@ def least_s(question: Question, levers: Levers) -> float:
 def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers | None:
     """The fastest that fits, in no more than this; None: there is none. Corners are taken in the order of what they
     take at least: what the GPU computes in any case, then with nothing recomputed and nothing to wait for."""
+    asked_s = most_s
     level = list[tuple[float, Levers]]()  # what fits and may be the fastest, with its seconds
     clocks: dict[Levers, StreamClock] = {}
     runners: dict[int, Runner] = {}
@@ -100,18 +101,26 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
             level.append(found)
             most_s = min(most_s, found[0])
     simplest = find_simplest(level, most_s, question.hardware.world)
-    return None if simplest is None else leave_room(question, simplest)
+    return None if simplest is None else leave_room(question, simplest, asked_s)
 
 
-def leave_room(question: Question, levers: Levers) -> Levers:
-    """With no more layers on the GPU than make a difference."""
+def leave_room(question: Question, levers: Levers, most_s: float) -> Levers:
+    """With no more layers on the GPU than make a difference. Layers may differ in size, and which of them stay depends
+    on how many do: fewer may hold more."""
     if "resident" in question.pinned:
         return levers
-    clock = StreamClock(question.shape, levers, question.hardware, rates_of(question.hardware, levers.precision))
-    longest_s = clock.seconds(levers.checkpointing, levers.resident) * (1 + WORTH)
+    shape, hardware, depth = question.shape, question.hardware, levers.checkpointing
+    clock = StreamClock(shape, levers, hardware, rates_of(hardware, levers.precision))
+    longest_s = min(clock.seconds(depth, levers.resident) * (1 + WORTH), most_s + TIE_S)
     counts = range(keep_enough(question, replace(levers, resident=0)).resident, levers.resident)
-    enough = bisect_left(counts, True, key=lambda count: clock.seconds(levers.checkpointing, count) <= longest_s)
-    return replace(levers, resident=counts.start + enough)
+    enough = bisect_left(counts, True, key=lambda count: clock.seconds(depth, count) <= longest_s)
+    layers = units_of(shape, levers).layers
+    for count in counts[enough:]:
+        fewer = replace(levers, resident=count)
+        frees = layer_bytes(layers, count) < layer_bytes(layers, levers.resident)
+        if frees and not weight_of(question, Scale(shape, fewer, hardware), depth).excess:
+            return fewer
+    return levers
 
 
 def computing_s(question: Question, corner: Corner) -> float:

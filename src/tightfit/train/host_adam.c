@@ -130,37 +130,41 @@ static inline __attribute__((always_inline)) void update_block(const Vectors x, 
     if (has_weights) write_past(x.weights + from, made_weights, 2 * count);
 }
 
-/* Threads take the next chunk when they are done with one: another program's work on a core delays one chunk, not all. */
-static inline __attribute__((always_inline)) void update(const Vectors x, const Step step, int threads, int is_narrow,
-                                                          int has_master, int has_weights, int is_ahead) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t begin = 0; begin < x.count; begin += CHUNK) {
-        const int64_t end = begin + CHUNK < x.count ? begin + CHUNK : x.count;
-        for (int64_t from = begin; from < end; from += BLOCK)
-            update_block(x, step, from, from + BLOCK < end ? from + BLOCK : end, is_narrow, has_master, has_weights,
-                         is_ahead);
-        finish_writes();
+/* Code of its own for each kind of state: what a loop would have to ask for every element is known when it is compiled. */
+typedef void Work(const Vectors x, const Step step, int64_t begin, int64_t end);
+
+#define WORK(name, is_narrow, has_master, has_weights, is_ahead)                                          \
+    static void name(const Vectors x, const Step step, int64_t begin, int64_t end) {                      \
+        for (int64_t from = begin; from < end; from += BLOCK)                                             \
+            update_block(x, step, from, from + BLOCK < end ? from + BLOCK : end, is_narrow, has_master,   \
+                         has_weights, is_ahead);                                                          \
+        finish_writes();                                                                                  \
     }
-}
+#define WORK_AND_AHEAD(name, is_narrow, has_master, has_weights) \
+    WORK(name, is_narrow, has_master, has_weights, 0)            \
+    WORK(name##_ahead, is_narrow, has_master, has_weights, 1)
 
-static inline __attribute__((always_inline)) void choose(const Vectors x, const Step step, int threads, int is_narrow,
-                                                          int has_master, int has_weights) {
-    if (x.new_first == x.first)
-        update(x, step, threads, is_narrow, has_master, has_weights, 0);
-    else
-        update(x, step, threads, is_narrow, has_master, has_weights, 1);
-}
+WORK_AND_AHEAD(narrow_with_master, 1, 1, 1)
+WORK_AND_AHEAD(narrow, 1, 0, 1)
+WORK_AND_AHEAD(with_master, 0, 1, 1)
+WORK_AND_AHEAD(weights_alone, 0, 0, 1)
+WORK_AND_AHEAD(master_alone, 0, 1, 0)
 
+/* Threads take the next chunk when they are done with one: another program's work on a core delays one chunk, not all. */
 void adamw(Vectors x, Step step, int threads, int is_narrow) {
-    if (is_narrow) {
-        if (x.master)
-            choose(x, step, threads, 1, 1, 1);
-        else
-            choose(x, step, threads, 1, 0, 1);
-    } else if (!x.master)
-        choose(x, step, threads, 0, 0, 1);
+    const int is_ahead = x.new_first != x.first;
+    Work *work;
+    if (is_narrow && x.master)
+        work = is_ahead ? narrow_with_master_ahead : narrow_with_master;
+    else if (is_narrow)
+        work = is_ahead ? narrow_ahead : narrow;
+    else if (!x.master)
+        work = is_ahead ? weights_alone_ahead : weights_alone;
     else if (x.weights)
-        choose(x, step, threads, 0, 1, 1);
+        work = is_ahead ? with_master_ahead : with_master;
     else
-        choose(x, step, threads, 0, 1, 0);
+        work = is_ahead ? master_alone_ahead : master_alone;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t begin = 0; begin < x.count; begin += CHUNK)
+        work(x, step, begin, begin + CHUNK < x.count ? begin + CHUNK : x.count);
 }

@@ -178,6 +178,7 @@ class Stream:
         if not wait and unit.update is not None and not unit.update.done():
             return False
         slot = unit.slot
+        slot.holds = None  # whole
         with self.streams.on(self.streams.weights, after=slot.free):
             for ready in unit.become_ready():
                 copy(slot.memory[ready], unit.home[ready])

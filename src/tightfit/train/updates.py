@@ -49,7 +49,7 @@ from tightfit.types import Levers
 
 SWITCH_S = 2e-4
 """The thread that updates has much to launch, and so has the one that feeds the GPU: each gets Python's lock sooner."""
-LOOK_S = 2e-4  # between two looks at how far other ranks are
+LOOK_S = 2e-4  # between two looks at how far others are
 FEW_CORES = 3
 RECENT = 8  # steps: where more than half of them were clipped, the next is not made ahead
 
@@ -213,15 +213,17 @@ class Updates:
         return said
 
     def _go_ahead(self, unit: Unit, expected: Step, after: Any) -> None:
-        if after is not None:
-            after.synchronize()
+        while after is not None and not after.query():
+            if self._is_norm_known():  # what waits is updated piece by piece
+                return
+            time.sleep(LOOK_S)
         if not self._is_norm_known():  # or it is not ahead
             low, high = self.share(unit)
             made = expected._replace(number=self.steps + 1)
             self.states[unit].update(self._arrived[unit], unit.weights[low:high], made, ahead=True)
 
     def _let_go(self) -> None:
-        """Of gradients that have left, once they have."""
+        """Of gradients that have left, once they have: the lowest unit's else stood there to the next window's loss."""
         for tensor, event in self._leaving:
             self._stream.streams.wait(event)
             del tensor
@@ -244,15 +246,16 @@ class Updates:
         self._launched += 1
         began = self._began.copy()
         self._began.clear()
+        if not self.waits:
+            self._let_go()
+            self.steps += 1
+            return
         measured = norm
         if norm.is_cuda:
             measured = torch.empty(norm.shape, dtype=norm.dtype, pin_memory=True)
             measured.copy_(norm, non_blocking=True)
         known = self._stream.streams.mark()
-        self._let_go()  # of the lowest unit's, which else stood there to the next window's loss
-        if not self.waits:
-            self.steps += 1
-            return
+        self._let_go()
         self._is_norm_known = (lambda: True) if known is None else known.query
 
         def decide() -> Step | None:
