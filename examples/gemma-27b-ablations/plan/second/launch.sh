@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the training of PLAN.md: streamed but for 2 layers on 4 × A100 80GB SXM.
+# Starts the training of PLAN.md: streamed on 4 × A100 80GB SXM.
 # Arguments are passed on to the trainer.
 set -euo pipefail
 
