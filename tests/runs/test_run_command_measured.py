@@ -124,11 +124,11 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 HOLDS = """
 import pathlib, sys, time
 pathlib.Path("tools/pid").write_text(str(__import__("os").getpid()))
-for _ in range(300):  # until somebody has looked
+seen = pathlib.Path("tools/seen")
+for _ in range(600):  # until somebody has looked, and has come back after that
     time.sleep(0.1)
-    if pathlib.Path("tools/seen").exists():
+    if seen.exists() and seen.stat().st_size > 1:
         break
-time.sleep(0.5)
 """
 
 
@@ -144,7 +144,7 @@ def test_what_the_probe_saw_is_in_the_cache_afterwards(tmp_path: Path, monkeypat
         f"apps = f'{UUID}, {{pid.read_text()}}, 20480\\n' if pid.exists() else ''\n"
         f"answers = {{'--query-gpu=index,uuid': '{row}', '--query-gpu=index,pci': '{whole}', "
         "'--query-compute': apps}\n"
-        "if apps and sys.argv[1].startswith('--query-compute'):\n    pid.with_name('seen').touch()\n"
+        "if apps and sys.argv[1].startswith('--query-compute'):\n    pid.with_name('seen').open('a').write('.')\n"
         "print(next((text for key, text in answers.items() if sys.argv[1].startswith(key)), ''), end='')\n",
         encoding="utf-8",
     )
