@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tightfit.memory import ddp
 from tightfit.memory.activations import count_mask_bytes, count_rotary_bytes
-from tightfit.memory.job import Components, MemoryJob, combine, logits, packing_of, share, worst
+from tightfit.memory.job import Components, MemoryJob, combine, packing_of, share, worst
 from tightfit.memory.layers import has_parts, keeps_input, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.operations import FP32, Setting
 from tightfit.memory.units import (
@@ -123,7 +123,8 @@ def at_the_loss(job: MemoryJob) -> Components:
     ends = FP32 * units.after.trained + _tied_gradients(job, units)
     head = job.acts.head  # whose gradient has been added to that sum before the final norm's backward pass
     back = max(head.backward_head, head.arriving, head.norm_backward - head.saved_norm)
-    return combine(at_the_top(job), {"gradients": ends}, logits(job) | {"logits": max(head.forward_logits, back)})
+    loss: Components = {"activations": head.saved_norm, "logits": max(head.forward_logits, back)}
+    return combine(at_the_top(job), {"gradients": ends}, loss)
 
 
 def _beside_the_loss(job: MemoryJob, turns: tuple[Turn, ...]) -> int:

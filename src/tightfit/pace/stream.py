@@ -104,19 +104,21 @@ def follow(
         if turn.streams:
             free[slot_of[index]] = gpu
     trained = [index for index, turn in enumerate(turns) if turn.trains]
-    known = 0.0 if not waits else max(gpu, down) if through_host else max(gpu, ring)
+    known = max(gpu, down if through_host else ring) if waits else 0.0
     done, host = [0.0] * len(turns), 0.0 if updates_ahead else known
     first = done.copy()  # when the first piece is done
-    late = list[int]()  # units that are updated when the norm is known
-    for index in reversed(trained) if waits else ():
-        begins = max(host, arrived[index])
-        if not updates_ahead or begins >= known:
-            late.insert(0, index)
-            continue
-        # or, at worst, it had better waited
-        host = min(begins + turns[index].updated_ahead, known + turns[index].updated)
-        first[index] = done[index] = max(host, known)
-    for index in late if waits else reversed(trained):
+    late = trained if waits else trained[::-1]  # in this order: when the norm is known, or as they arrive
+    if waits and updates_ahead:
+        late = []
+        for index in reversed(trained):
+            begins = max(host, arrived[index])
+            if begins >= known:
+                late.insert(0, index)
+                continue
+            # or, at worst, it had better waited
+            host = min(begins + turns[index].updated_ahead, known + turns[index].updated)
+            first[index] = done[index] = max(host, known)
+    for index in late:
         turn, begins = turns[index], max(host, known)
         begins = max(begins, arrived[index] - (1 - turn.piece) * turn.down)
         first[index] = begins + turn.piece * turn.updated

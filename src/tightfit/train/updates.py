@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from tightfit.inputs.surroundings import cores
 from tightfit.memory.units import PIECE, count_kept, updates_ahead, waits_for_norm
 from tightfit.messages import Message
+from tightfit.train.engines import send_to_host
 from tightfit.train.host_adam import Step, find_host_adam
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.host_states import CardRoom, HostStates, count_bytes, cut
@@ -250,11 +251,7 @@ class Updates:
             self._let_go()
             self.steps += 1
             return
-        measured = norm
-        if norm.is_cuda:
-            measured = torch.empty(norm.shape, dtype=norm.dtype, pin_memory=True)
-            measured.copy_(norm, non_blocking=True)
-        known = self._stream.streams.mark()
+        measured, known = send_to_host(norm)
         self._let_go()
         self._is_norm_known = (lambda: True) if known is None else known.query
 
@@ -291,11 +288,11 @@ class Updates:
                 held.accept()
             else:
                 with self.resident(unit, write=True, step=1 if self.waits else -1):
-                    for part, arrived in pieces:
+                    for (part, arrived), is_done in zip(pieces, made.are_done, strict=True):
                         if arrived is not None:
                             arrived.synchronize()
                         held.update(self._arrived[unit], weights, step, begin=part.start, end=part.stop)
-                        made.tell()
+                        is_done.set()
             if self._counts is not None:
                 self._counts[self._rank * len(self.units) + number] = turn
 
@@ -325,8 +322,8 @@ class _Update:
     """Of a unit's weights, piece by piece."""
 
     def __init__(self, ends: list[int]) -> None:
-        self._ends = [(end, Event()) for end in ends]
-        self._left = deque(self._ends)
+        self._ends = ends
+        self.are_done = [Event() for _ in ends]
         self._future: Future[None] | None = None
 
     def submit(self, thread: ThreadPoolExecutor, update: Callable[[], None]) -> Future[None]:
@@ -334,15 +331,11 @@ class _Update:
             try:
                 update()
             finally:
-                while self._left:
-                    self.tell()
+                for is_done in self.are_done:
+                    is_done.set()
 
         self._future = thread.submit(run)
         return self._future
-
-    def tell(self) -> None:
-        """The next piece is done."""
-        self._left.popleft()[1].set()
 
     def done(self) -> bool:
         assert self._future is not None
@@ -350,11 +343,10 @@ class _Update:
 
     def ends(self) -> Iterator[int]:
         assert self._future is not None
-        for end, is_done in self._ends:
+        for end, is_done in zip(self._ends, self.are_done, strict=True):
             is_done.wait()
-            if end == self._ends[-1][0]:
-                self._future.result()  # raises what went wrong
             yield end
+        self._future.result()  # raises what went wrong
 
 
 class _OfAll:

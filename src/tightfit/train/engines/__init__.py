@@ -79,7 +79,10 @@ class Launched:
         """Wait for it. `loss` travels along."""
         asked = (loss, self.grad_norm, self.skipped, self.loss_scale)
         there = [each.detach().float() for each in asked if isinstance(each, Tensor) and each.device == loss.device]
-        read = iter(_read_numbers(torch.stack(there)))
+        numbers, arrived = send_to_host(torch.stack(there))
+        if arrived is not None:
+            arrived.synchronize()
+        read = iter(numbers.tolist())
 
         def number(each: Any) -> Any:
             if isinstance(each, Tensor):
@@ -94,18 +97,17 @@ class Launched:
         )
 
 
-def _read_numbers(numbers: Tensor) -> list[float]:
-    """Through locked memory, then an event: while the driver waits to copy into memory that is not locked, other
-    threads, such as the one that updates weights on the host, cannot let go of theirs."""
-    if numbers.device.type == "cuda":
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        arrived.synchronize()
-        numbers = host
-    read: list[float] = numbers.tolist()
-    return read
+def send_to_host(numbers: Tensor) -> tuple[Tensor, Any]:
+    """They are in the tensor that this returns after the event beside it; on a CPU, at once. In locked memory: while
+    the driver waits to copy into other memory, threads such as the one that updates weights on the host cannot let go
+    of their events."""
+    if not numbers.is_cuda:
+        return numbers, None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return host, arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
