@@ -28,6 +28,7 @@ LORA = {"method": "lora", "gpus": "1xH200", "host_ram": "125GiB"}
 FULL = {"gpus": "1xH200", "host_ram": "125GiB"}
 OFFLOAD = {"engine": "zero3", "offload_param": "cpu"}
 STREAM = {"engine": "stream"}
+SENDS = {**STREAM, "compile": "layers", "checkpointing": "select:mlp+offload"}
 ON_NVME = {"offload_optimizer": "nvme", "nvme": "50GB", "nvme_path": "/tmp/tightfit-nvme", "host_ram": "48GiB"}
 JOBS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "3B full, 24 GB": (
@@ -49,7 +50,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "8B LoRA, 12 GB": (
         {**LORA, "model": "llama-3.1-8b", "effective_batch": 8, "card_gib": 12},
-        {"stream": STREAM, "offload": OFFLOAD, "free": {"card_gib": None}},
+        {"stream": STREAM, "sends": SENDS, "offload": OFFLOAD, "free": {"card_gib": None}},
     ),
     "7.6B full, 24 GB": (
         {**FULL, "model": "qwen2.5-7b", "effective_batch": 32, "card_gib": 24, "states": "bf16"},
@@ -61,7 +62,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
     "32B LoRA, 24 GB": (
         {**LORA, "model": "qwen2.5-32b", "seq": 1024, "effective_batch": 16, "card_gib": 24},
-        {"stream": STREAM, "offload": OFFLOAD},
+        {"stream": STREAM, "sends": SENDS, "offload": OFFLOAD},
     ),
 }
 
@@ -76,6 +77,8 @@ ORDER = [
     ("3B full, 24 GB", "clipped"),
     ("3B full, 24 GB", "nvme"),
     ("8B LoRA, 12 GB", "free"),
+    ("8B LoRA, 12 GB", "sends"),
+    ("32B LoRA, 24 GB", "sends"),
 ]
 
 

@@ -94,7 +94,7 @@ def make(model: str, levers: Levers, *, clip: float = 1.0, dropout: float = 0.0,
         learning_rate=RATE, schedule="constant", warmup=0, epochs=None, max_steps=STEPS, weight_decay=0.1, clip=clip,
         first_scale_power=None, seed=1,
     )  # fmt: skip
-    if levers.engine == "ddp" or levers.checkpointing.select:
+    if levers.compile == "off" and (levers.engine == "ddp" or levers.checkpointing.select):
         recompute(made, replace(levers.checkpointing, offload=False))
     if levers.engine == "ddp":
         materialise(made, HERE.device)

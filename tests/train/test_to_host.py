@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_models import config_of, real
 from test_compile import CPU, ROUNDING, WITHOUT_CODE, Said, train_once
+from test_stream import WAYS, WINDOW, make, plain, run
 from torch import Tensor, nn
 
 from tightfit.train import compile as compiling
@@ -103,6 +106,22 @@ def test_micro_batches_that_pass_a_layer_together_have_buffers_of_their_own() ->
         with torch.no_grad():
             store.run(Layer.__call__, True, 0, layers[0], batches[0], table=table)
     assert {key[:2] for key in store._buffers} == {(index, number) for index in range(3) for number in range(3)}
+
+
+@pytest.mark.parametrize("way", ["llama", "adapters", "frozen layers", "the embeddings alone", "two stay"])
+def test_layers_that_stream_send_what_they_keep(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All micro batches of a window."""
+    model, levers = WAYS[way]
+    how = Checkpointing(layers=4, offload=True, select=("elementwise", "mlp"))
+    sending = replace(levers, compile="layers", checkpointing=how)
+    expected = run(make(model, plain(levers)))
+    engine, said, stores = make(model, sending), Said(), list[to_host.HostStore]()
+    monkeypatch.setattr(compiling, "HostStore", lambda *given: stores.append(to_host.HostStore(*given)) or stores[0])
+    compiling.Compiler(said).compile(engine.model, how, CPU)
+    assert run(engine) == pytest.approx(expected, rel=2e-5)
+    turns = {(layer, number) for layer in range(levers.frozen_layers, 4) for number in range(WINDOW)}
+    assert {key[:2] for key in stores[0]._buffers} == turns
+    assert not said.told["warning"]
 
 
 def test_evaluation_sends_nothing() -> None:

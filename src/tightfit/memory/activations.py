@@ -213,7 +213,7 @@ def sent_by(shape: ModelShape, setting: Setting, frozen: int, select: tuple[str,
         return (0,) * (shape.n_layers + 1)
     lowest, streams, indices = _lowest(setting, frozen), _list_streams(shape, setting), range(shape.n_layers - 1)
     sent = [
-        0 if index < lowest else _count_sent_bytes(kept, streams[index])
+        0 if index < lowest else count_sent_bytes(kept, streams[index])
         for index, _, kept in _list_kept(shape, setting, Checkpointing(layers=None, select=select), lowest, indices)
     ]
     return (0, *accumulate(sent), sum(sent))
@@ -297,13 +297,13 @@ def _layers(
             own = stream + cost.saved
             moments.append(Moment(index, kept + stream + before, *turn, cost, True))
             if depth.offload and index < shape.n_layers - 1 and (depth.layers is None or index < depth.layers):
-                moving = _count_sent_bytes(cost, stream)
+                moving = count_sent_bytes(cost, stream)
                 own, host_kept = own - moving, host_kept + moving
         kept += own
     return kept, host_kept, kept - own, before, stream, tuple(reversed(moments))
 
 
-def _count_sent_bytes(cost: LayerCost | KeptBytes, stream: int) -> int:
+def count_sent_bytes(cost: LayerCost | KeptBytes, stream: int) -> int:
     return cost.saved - cost.small + (stream if stream >= SMALLEST_MOVED_BYTES else 0)
 
 

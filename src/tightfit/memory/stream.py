@@ -7,8 +7,10 @@ they have left. 4-bit weights come and go without their scales, which are small.
 
 All micro batches pass a layer before the next one's turn (`train/walk.py`). So what layers keep is there once for each
 micro batch, and what they work with is there once. A layer that recomputes whole keeps its input alone, and runs
-without a graph; on the way back it runs anew, to its end. Of any other layer the input and the output are held beside
-what autograd keeps. The gradient of a layer's output belongs to the walk, and stays while the layer runs backwards.
+without a graph; on the way back it runs anew, to its end. Of any other layer nothing is held but what autograd keeps,
+and that may wait on the host: what one micro batch sent stands on the GPU until the next has passed a layer, and what
+it wants comes back while the one before it runs backwards. The gradient of a layer's output belongs to the walk, and
+stays while the layer runs backwards.
 
 On the host: pages of exactly the size that is needed (`train/host_memory.py`). The ranks of a machine share the weights
 and have a part of everything else each, so a rank is counted with its part of the weights.
@@ -21,7 +23,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from tightfit.memory import ddp
-from tightfit.memory.activations import count_mask_bytes, count_rotary_bytes
+from tightfit.memory.activations import count_mask_bytes, count_rotary_bytes, count_sent_bytes
 from tightfit.memory.job import Components, MemoryJob, combine, packing_of, share, worst
 from tightfit.memory.layers import has_parts, keeps_input, layer_cost, layer_input_bytes, recompute_cost
 from tightfit.memory.operations import FP32, Setting
@@ -39,7 +41,7 @@ from tightfit.memory.units import (
     updates_ahead,
     waits_for_norm,
 )
-from tightfit.types import Checkpointing, Levers, ModelShape, PhaseName, States
+from tightfit.types import Block, Checkpointing, Levers, ModelShape, PhaseName, States
 
 PAGE = 2 * 2**20  # bytes: what is taken of the host's memory comes in huge pages
 DIRECT, BESIDE = 4096, 64  # bytes at which a unit's states begin in a file, and each tensor of them
@@ -57,33 +59,29 @@ class Turn(NamedTuple):
 
     reads: int
     makes: int
-    keeps: int  # for the backward pass, its input included; 0: it has none
+    keeps: int  # for the backward pass; 0: it has none
+    moves: int  # of that, to the host
     forward: int  # while it runs forwards, beside its input
     backward: int  # while it runs backwards, beside what it keeps and the gradient of its output
-    whole: bool  # it keeps its input alone, here or on the host
+    whole: bool  # it keeps its input alone
 
 
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
     turns, count = _turns_of(job), job.levers.accumulation
-    always, here, below = combine(hold_always(job), _shared(job)), _keep_here(job), _keep_below(job)
+    always, below = combine(hold_always(job), _shared(job)), _keep_below(job)
     moments = list[Components]()
-    kept = 0
-    for turn, own in zip(turns, here, strict=True):
-        leaving = LEAVING * turn.reads if turn.keeps and not own else 0
-        beside = (count - 1) * (max(0, own - turn.reads) + turn.makes) + leaving
-        held = kept + count * turn.reads + beside
-        moments.append({"activations": held + below, "recompute": turn.forward})
-        kept += count * own
+    kept = sent = 0
+    for turn in turns:
+        own = turn.keeps - turn.moves
+        first = (count - 1) * turn.reads + (LEAVING * turn.moves if turn.whole else sent)
+        last = (count - 1) * (own + turn.makes) + (LEAVING if turn.whole else count > 1) * turn.moves
+        moments.append({"activations": kept + turn.reads + max(first, last) + below, "recompute": turn.forward})
+        kept, sent = kept + count * own, turn.moves
     return {
         "forward": combine(always, _adapters_gradients(job), worst(*moments)),
         "loss": combine(at_the_loss(job), {"activations": kept + below + _beside_the_loss(job, turns)}),
-        "backward": combine(always, _adapters_gradients(job), worst(*_moments_back(job, turns, here, below))),
+        "backward": combine(always, _adapters_gradients(job), worst(*_moments_back(job, turns, below))),
     }
-
-
-def _keep_here(job: MemoryJob) -> list[int]:
-    """What each layer keeps of a micro batch on the GPU."""
-    return [0 if turn.whole and job.depth.offload else turn.keeps for turn in _turns_of(job)]
 
 
 def _keep_below(job: MemoryJob) -> int:
@@ -93,22 +91,27 @@ def _keep_below(job: MemoryJob) -> int:
 
 def count_kept_bytes(job: MemoryJob) -> int:
     """On the GPU between the passes."""
-    return job.levers.accumulation * sum(_keep_here(job)) + _keep_below(job)
+    return job.levers.accumulation * sum([turn.keeps - turn.moves for turn in _turns_of(job)]) + _keep_below(job)
 
 
-def _moments_back(job: MemoryJob, turns: tuple[Turn, ...], here: list[int], below: int) -> list[Components]:
+def _moments_back(job: MemoryJob, turns: tuple[Turn, ...], below: int) -> list[Components]:
     count, units = job.levers.accumulation, units_of(job.shape, job.levers)
     tied = _tied_gradients(job, units)
     leaving = FP32 * units.after.trained  # until the layer below has its gradients
     moments = list[Components]()
-    kept = count * sum(here)
-    for turn, own in zip(reversed(turns), reversed(here), strict=True):
-        kept -= count * own
+    kept = count_kept_bytes(job) - below
+    for index in range(len(turns) - 1, -1, -1):
+        turn = turns[index]
         if not turn.keeps:
             break
-        reads = (1 + AHEAD) * turn.reads if turn.whole and not own else count * own
-        made = 0 if turn.whole else count * turn.makes
-        activations = kept + reads + made + count * turn.makes + below
+        own, next_one = turn.keeps - turn.moves, turns[index - 1].moves if index else 0
+        kept -= count * own
+        if turn.whole:
+            reads = (1 + AHEAD) * turn.reads if turn.moves else count * own
+        else:
+            first, last = count * own + (count > 1) * turn.moves, own + next_one
+            reads = turn.moves + max(first, last)
+        activations = kept + reads + count * turn.makes + below
         moments.append({"activations": activations, "recompute": turn.backward, "gradients": leaving + tied})
         leaving = 0
     if start := _start_below(job):
@@ -128,10 +131,9 @@ def at_the_loss(job: MemoryJob) -> Components:
 
 
 def _beside_the_loss(job: MemoryJob, turns: tuple[Turn, ...]) -> int:
-    """What the layers made, or its gradient; both, of all but one micro batch, where the top layer has a graph."""
-    top, count = turns[-1], job.levers.accumulation
-    leaving = LEAVING * top.reads if top.whole and top.keeps and job.depth.offload else 0
-    return count * top.makes + (0 if top.whole else (count - 1) * top.makes) + leaving
+    """What the layers made, or its gradient."""
+    top = turns[-1]
+    return job.levers.accumulation * top.makes + (LEAVING * top.moves if top.whole else 0)
 
 
 def at_the_top(job: MemoryJob) -> Components:
@@ -237,55 +239,57 @@ def _shared(job: MemoryJob) -> Components:
 
 
 def _turns_of(job: MemoryJob) -> tuple[Turn, ...]:
-    return _turns(job.shape, job.acts.setting, job.depth, job.levers.frozen_layers)
+    return list_turns(job.shape, job.acts.setting, job.depth, job.levers.frozen_layers)
 
 
 @lru_cache(maxsize=256)
-def _turns(shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int) -> tuple[Turn, ...]:
+def list_turns(shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int) -> tuple[Turn, ...]:
     embedded = setting.tokens * shape.hidden_size * setting.width
     lowest = frozen if setting.trains_base and not setting.trains_embedding else 0
-    known: dict[tuple[int, bool, bool, bool, bool], Turn] = {}
+    known: dict[tuple[int, bool, bool, bool, bool, bool], Turn] = {}
     turns = list[Turn]()
     for index, kind in enumerate(shape.pattern):
         recomputes = depth.layers is None or index < depth.layers
         is_first, needs_below = index == 0, index > lowest or setting.trains_embedding
-        key = kind, recomputes, is_first, index >= lowest, needs_below
+        sends = depth.offload and recomputes and (not depth.select or index < shape.n_layers - 1)
+        key = kind, recomputes, sends, is_first, index >= lowest, needs_below
         if key not in known:
             block, hidden = shape.blocks[kind], shape.hidden_size
             stream = layer_input_bytes(block, hidden, setting)
             reads = min(stream, embedded) if is_first and shape.before else stream
-            known[key] = _turn(shape, kind, setting, depth, reads, recomputes=recomputes, needs_below=needs_below)
+            select = depth.select if recomputes else None
+            if not recomputes and setting.compiled and depth.select and has_parts(block, setting):
+                select = ("elementwise",)  # which costs compiled layers next to nothing
+            known[key] = _turn(block, hidden, setting, select, reads, sends=sends, needs_below=needs_below)
             if index < lowest:  # nothing below it trains
-                known[key] = known[key]._replace(keeps=0, backward=0, whole=True)
+                known[key] = known[key]._replace(keeps=0, moves=0, backward=0, whole=True)
         turns.append(known[key])
     return tuple(turns)
 
 
 def _turn(
-    shape: ModelShape,
-    kind: int,
+    block: Block,
+    hidden: int,
     setting: Setting,
-    depth: Checkpointing,
+    select: tuple[str, ...] | None,
     reads: int,
     *,
-    recomputes: bool,
+    sends: bool,
     needs_below: bool,
 ) -> Turn:
-    block, hidden = shape.blocks[kind], shape.hidden_size
+    """`select`: what of the layer runs again, empty for all; None: nothing."""
     cost = layer_cost(block, hidden, setting, needs_below)
     own = reads if keeps_input(block, hidden, setting) else 0  # among what autograd keeps
-    if recomputes and not depth.select:
-        again = max(cost.forward - own, cost.backward - own)  # the output stays, as its gradient does
-        return Turn(reads, cost.output, reads, cost.forward_unsaved, again, True)
-    select = depth.select
-    if not recomputes and setting.compiled and select and has_parts(block, setting):
-        recomputes, select = True, ("elementwise",)  # which costs compiled layers next to nothing
-    if not recomputes:
-        kept = cost.saved - own + reads
-        return Turn(reads, cost.output, kept, cost.forward - own, cost.backward - cost.saved - cost.output, False)
+    if select is None:
+        again = cost.backward - cost.saved - cost.output
+        return Turn(reads, cost.output, cost.saved, 0, cost.forward - own, again, whole=False)
+    if not select:
+        again = max(cost.forward - own, cost.backward - cost.output - reads)
+        return Turn(reads, cost.output, reads, reads if sends else 0, cost.forward_unsaved, again, whole=True)
     cost = recompute_cost(block, hidden, setting, select, needs_below)
     again = max(cost.recompute + max(cost.output, cost.asking), cost.backward) - cost.saved - cost.output
-    return Turn(reads, cost.output, reads + cost.saved, cost.forward_unsaved, again, False)
+    moves = count_sent_bytes(cost, reads) if sends else 0
+    return Turn(reads, cost.output, reads + cost.saved, moves, cost.forward_unsaved, again, whole=False)
 
 
 # --- the host -----------------------------------------------------------------------------------
@@ -356,8 +360,8 @@ def waiting_bytes(job: MemoryJob) -> int:
         return 0
     count = job.levers.accumulation
     if job.depth.select:
-        return count * job.acts.host_kept
-    return sum([count * pages(turn.keeps) for turn in _turns_of(job) if turn.whole and turn.keeps])
+        return count * sum([turn.moves for turn in _turns_of(job)])
+    return sum([count * pages(turn.moves) for turn in _turns_of(job)])
 
 
 def pages(size: int) -> int:

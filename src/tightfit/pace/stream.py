@@ -15,7 +15,7 @@ pass. There nothing is under way, so that a step takes as long as the next:
 - Forwards each unit that trains comes anew, whether it stays on the GPU or not, as soon as it is updated; of frozen
   layers those that stream, but for the lowest two, which are there still.
 - What layers keep may wait on the host: it leaves behind the forward pass and comes back before the other, micro batch
-  by micro batch.
+  by micro batch: of layers that recompute whole the inputs of a few, of others what one of them keeps.
 
 All micro batches pass through a layer while it is there, so bytes on the link do not grow with their number. Copies in
 both directions are taken not to slow each other, nor the optimizer.
@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tightfit.memory.activations import activations_at, setting_of
+from tightfit.memory.activations import setting_of
+from tightfit.memory.stream import list_turns
 from tightfit.memory.units import (
     AHEAD,
     GRADS,
@@ -196,7 +197,7 @@ class StreamClock:
             waits=waits_for_norm(self.levers),
             updates_ahead=updates_ahead(self.levers),
             through_host=self.traffic.shares_host,
-            ahead=min(1.0, AHEAD / self.micro_batches),
+            ahead=min(1.0, (1 if self.levers.checkpointing.select else AHEAD) / self.micro_batches),
         )
 
     def slowed_s(self, turns: Sequence[Turn]) -> float:
@@ -208,7 +209,9 @@ class StreamClock:
         shape, units, frozen = self.shape, self.units, frozen_of(self.levers)
         *kinds, ends = self._kinds_of(depth.select)
         again = shape.n_layers if depth.layers is None else depth.layers
-        sent = self._sent_s(depth, again - frozen) if depth.offload and again > frozen else 0.0
+        moves = [0] * shape.n_layers
+        if depth.offload:
+            moves = [turn.moves for turn in list_turns(shape, self.setting, depth, self.levers.frozen_layers)]
         nothing = _Busy(0.0, 0.0)
         found = [self._turn(units.before, nothing, None if frozen else nothing, streams=False)]
         known = dict[Any, Turn]()  # layers of a kind differ in little
@@ -220,8 +223,8 @@ class StreamClock:
             key = kind, units.layers[index], id(back), streams
             if key not in known:
                 known[key] = self._turn(units.layers[index], time.forward, back, streams=streams)
-            turn = known[key]
-            found.append(turn._replace(sent=sent) if sent and frozen <= index < again else turn)
+            sent = self.micro_batches * moves[index] / self.rates.host_link
+            found.append(known[key]._replace(sent=sent) if sent else known[key])
         found.append(self._turn(units.after, ends.forward, ends.back, streams=False))
         return self._bring_states(found)
 
@@ -266,11 +269,6 @@ class StreamClock:
         """Gradients of all micro batches added to zeros, and their norm."""
         moved = unit.trained * (self.micro_batches * WIDENING_BYTES + 2 * FP32)
         return moved / self.rates.card.memory
-
-    def _sent_s(self, depth: Checkpointing, layers: int) -> float:
-        levers = self.levers
-        kept = activations_at(depth, self.shape, self.setting, levers.frozen_layers, levers.loss == "fused").host_kept
-        return self.micro_batches * kept / layers / self.rates.host_link
 
     def _kinds_of(self, select: tuple[str, ...]) -> list[_Kind]:
         """Each kind of layer, and last the ends of the model."""

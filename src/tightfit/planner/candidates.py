@@ -315,8 +315,7 @@ def _list_depths(
         return [levers]
     asked = "checkpointing" in pinned
     can_send = levers.compile == "layers" and levers.trainer == "tightfit" and hardware.gpu.vendor != "cpu"
-    # what several micro batches keep would wait there at once; of layers that stream only inputs can
-    can_send = can_send and levers.pipeline_parallel == 1 and not levers.streams
+    can_send = can_send and levers.pipeline_parallel == 1  # or what several micro batches keep would wait there at once
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):

@@ -84,6 +84,64 @@ class _Returning(Passed):
         return self._made
 
 
+@dataclass(slots=True)
+class _Gradient:
+    """Of what a layer made, then of what it read."""
+
+    value: Tensor | None = None
+
+    def take(self) -> Tensor | None:
+        value, self.value = self.value, None
+        return value
+
+
+class Passage:
+    """One micro batch's way through one layer, up and down. The graph begins and ends here, so that nothing is held but
+    what autograd keeps for it."""
+
+    def __init__(self) -> None:
+        self._gradient = _Gradient()
+        self._exit: Any = None
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        token = torch.empty((), requires_grad=True)
+        read: Tensor = _Entrance.apply(token, hidden, self._gradient)  # type: ignore[no-untyped-call]
+        return read
+
+    def leave(self, made: Tensor) -> Tensor:
+        self._exit = _Exit.apply(made, self._gradient)  # type: ignore[no-untyped-call]
+        return made.detach()
+
+    def go_back(self, gradient: Tensor | None) -> Tensor | None:
+        """By the gradient of what the layer made, that of what it read; None: it did not enter."""
+        self._gradient.value = gradient
+        self._exit.backward()
+        return self._gradient.take()
+
+
+class _Entrance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, hidden: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.gradient.value = gradient
+        return None, None, None
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return made.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.gradient.take(), None
+
+
 class Walk:
     """How the passes of one model begin and end."""
 

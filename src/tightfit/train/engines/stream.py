@@ -33,7 +33,7 @@ from tightfit.train.place import Place
 from tightfit.train.shards import Shard
 from tightfit.train.streaming import Stream, Unit
 from tightfit.train.updates import Updates
-from tightfit.train.walk import Kept, MicroBatch, Walk
+from tightfit.train.walk import Kept, MicroBatch, Passage, Walk
 from tightfit.types import Levers
 
 
@@ -45,7 +45,7 @@ class Streamed(ScaledEngine):
         how, layers, body = levers.checkpointing, self._walk.layers, body_of(self.model)
         self._whole = [not how.select and (how.layers is None or number < how.layers) for number in range(len(layers))]
         """Whether a layer recomputes whole, and so keeps no graph."""
-        memory = HostMemory(self._place, shared=False) if how.offload else None
+        memory = HostMemory(self._place, shared=False) if how.offload and not how.select else None
         self._kept = Kept(stream.streams, memory)
         embedding, head = (get().weight for get in (body.get_input_embeddings, body.get_output_embeddings))
         self._is_tied, self._below = head is embedding, embedding.requires_grad
@@ -144,17 +144,22 @@ class Streamed(ScaledEngine):
         hidden = batch.hidden
         assert hidden is not None
         if keeps and not self._whole[layer]:
-            read = hidden.detach().requires_grad_(layer > self._lowest or self._below)
-            made = self._walk.run(layer, batch, read)
-            batch.kept.append((read, made, None))
-            batch.hidden = made.detach()
+            passage, batch.hidden = self._pass(layer, batch, hidden)
+            batch.kept.append((passage, None))
             return
         state = self._read_draws() if keeps else None
         with torch.no_grad():
             made = self._walk.run(layer, batch, hidden)
         if keeps:
-            batch.kept.append((self._kept.put(hidden), None, state))
+            batch.kept.append((self._kept.put(hidden), state))
         batch.hidden = made
+
+    def _pass(self, layer: int, batch: MicroBatch, hidden: Tensor) -> tuple[Passage, Tensor]:
+        """With a graph, and what the layer makes."""
+        passage = Passage()
+        needs_below = layer > self._lowest or self._below
+        made = self._walk.run(layer, batch, passage.enter(hidden) if needs_below else hidden)
+        return passage, passage.leave(made)
 
     def _go_down(self, layer: int, batches: list[MicroBatch], watch: Watch) -> None:
         stream, unit = self._stream, self._stream.layers[layer]
@@ -164,16 +169,14 @@ class Streamed(ScaledEngine):
         for number in reversed(range(len(batches))):
             batch = batches[number]
             watch("backward", number)
-            held, made, state = batch.kept.pop()
-            read = held
+            kept, state = batch.kept.pop()
             with self._in(batch):
-                if made is None:
-                    read = self._kept.take(held).detach().requires_grad_(layer > self._lowest or self._below)
+                if self._whole[layer]:
                     with self._drawing(state):
-                        made = self._walk.run(layer, batch, read)
-                torch.autograd.backward(made, batch.gradient)
-            batch.gradient = read.grad
-            del held, made, read
+                        kept, _ = self._pass(layer, batch, self._kept.take(kept))
+                        del _
+                batch.gradient = kept.go_back(batch.gradient)
+            del kept
             watch("done", number)
             stream.fetch(ahead, wait=False)
         stream.release(unit)
