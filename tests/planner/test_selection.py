@@ -99,7 +99,7 @@ def test_experts_and_capped_attention_and_scans_are_seen() -> None:
     experts = prices_of("qwen3-30b-a3b", Levers(engine="fsdp2", compile="layers"))
     rows = 8 * (2 * 768 + 2048) * 2 * 2048 * 48  # of both products, each token for each of its experts
     assert experts["mlp"].freed == pytest.approx(rows, rel=0.15)  # and what the router's weights are made of
-    assert any("mlp" in parts for parts in selections(MODELS["qwen3-30b-a3b"], Levers(compile="layers"), H200))
+    assert any("mlp" in parts for parts in selections(MODELS["qwen3-30b-a3b"], Levers(compile="layers"), H200).alone)
 
     capped = prices_of("gemma-2-9b", Levers(**LORA, compile="layers"))
     scores, context = 16 * 2048 * 2, 16 * 256 * 2

@@ -131,8 +131,8 @@ def test_other_trainers_have_none_of_it(pin: dict[str, str], trainer: str) -> No
 
 def test_what_recomputes_is_what_frees_most_for_its_time() -> None:
     levers = Levers(method="lora", lora=Lora(), sequence=2048, compile="layers")
-    short = selections(LLAMA, levers, H200)
-    long = selections(LLAMA, replace(levers, sequence=32_768), H200)
+    short = selections(LLAMA, levers, H200).alone
+    long = selections(LLAMA, replace(levers, sequence=32_768), H200).alone
     assert short[0] == long[0] == ("elementwise",)
     assert "mixer" in short[1]  # a short sequence's attention costs little
     assert all("mixer" not in parts for parts in long)

@@ -203,7 +203,7 @@ class StreamClock:
     def slowed_s(self, turns: Sequence[Turn]) -> float:
         """What copies take from the computation beside which they run."""
         copied = sum([turn.up * (2 if turn.streams else turn.trains) + turn.down + 2 * turn.sent for turn in turns])
-        return constants.SENT_COST * min(copied, sum([turn.forward + (turn.back or 0.0) for turn in turns]))
+        return constants.STREAM_COPY_COST * min(copied, sum([turn.forward + (turn.back or 0.0) for turn in turns]))
 
     def turns(self, depth: Checkpointing, resident: int) -> list[Turn]:
         shape, units, frozen = self.shape, self.units, frozen_of(self.levers)

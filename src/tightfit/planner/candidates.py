@@ -91,7 +91,6 @@ weights (`FP16_UnfusedOptimizer`). ZeRO's stages keep them for flat partitions, 
 one parameter and the start of the next: a checkpoint that has each parameter on its own cannot hold such states."""
 
 SMALL_BUCKETS = (200_000_000, 50_000_000)  # elements of ZeRO's buckets, beside DeepSpeed's own 500 million
-FEW = 2  # parts of a layer that run again: elementwise work and one more
 FILLED = 0.9  # of the host's RAM, where more of it makes a step faster: the system wants the rest
 LONG_TOKENS = 16_384  # of a sequence whose activations outweigh what it costs to hold fewer of them
 MOST_MICRO = 256  # sequences in one forward pass: long before that a GPU is busy, and more only take memory
@@ -309,8 +308,7 @@ def _list_depths(
 ) -> list[Levers]:
     """With whole layers that recompute, and with parts of them; parts alone where that was asked for. Of layers that
     are not compiled parts are tried only where none can be: they take twice as long to launch. What is left of
-    compiled ones may wait on the host. Unless a selection was asked for, that is tried with few parts that run again,
-    and with all but the mixer: which of these is better depends on the link, and in between is nothing to gain."""
+    compiled ones may wait on the host."""
     if not is_searched(levers, pinned):
         return [levers]
     asked = "checkpointing" in pinned
@@ -319,14 +317,14 @@ def _list_depths(
     found = [] if asked else [Checkpointing(layers=None)]
     # ZeRO-3's hooks fetch the weights of a whole layer, whatever of it runs again.
     if asked or (tries_parts and levers.stage != 3):
-        chosen = selections(shape, levers, hardware)
-        if levers.streams and levers.compile == "layers" and chosen:
-            chosen += (PARTS,)  # in its own code a layer stops after what it needs; the engine runs it anew to its end
-        for parts in chosen:
-            found.append(Checkpointing(layers=None, select=parts))
-            is_worth_sending = asked or len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}
-            if can_send and is_worth_sending:
-                found.append(Checkpointing(layers=None, select=parts, offload=True))
+        worth = selections(shape, levers, hardware)
+        alone, sending = worth.alone, worth.alone if asked else worth.sending
+        if levers.streams and levers.compile == "layers" and alone:
+            alone += (PARTS,)  # in its own code a layer stops after what it needs; the engine runs it anew to its end
+            sending += (worth.largest,) if worth.largest not in sending else ()  # weights leave the link less room
+        found += [Checkpointing(layers=None, select=parts) for parts in alone]
+        if can_send:
+            found += [Checkpointing(layers=None, select=parts, offload=True) for parts in sending]
     return [levers.change(checkpointing=each) for each in found]
 
 

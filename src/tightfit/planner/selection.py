@@ -28,6 +28,8 @@ WORTH = 0.98
 measured: each selection more is a search of its own. Against all selections of a dense model, a mixture of experts, a
 Mamba and Gemma-2, on cards of forty sizes, no step was longer by more than 0.6 %; at 0.97 some were by 1.1 %."""
 
+FEW = 2  # parts: elementwise work and one more
+
 Selection = tuple[str, ...]
 
 
@@ -43,9 +45,18 @@ class Price(NamedTuple):
         return self.seconds / self.freed if self.freed > 0 else inf
 
 
-def selections(shape: ModelShape, levers: Levers, hardware: Hardware) -> tuple[Selection, ...]:
-    """Those worth trying beside whole layers, the one that frees least first. Both prices of a part grow with the
-    tokens: one sequence tells."""
+class Worth(NamedTuple):
+    """Selections that are worth trying."""
+
+    alone: tuple[Selection, ...]  # beside whole layers, the one that frees least first
+    sending: tuple[Selection, ...]
+    """Where the rest waits on the host: few parts, or all but the mixer. Which is best depends on the link, and in
+    between is nothing to gain."""
+    largest: Selection  # the part that frees most, by itself
+
+
+def selections(shape: ModelShape, levers: Levers, hardware: Hardware) -> Worth:
+    """Both prices of a part grow with the tokens: one sequence tells."""
     asked = replace(levers, micro_batch=1)
     if levers.compile == "layers" and any(isinstance(block.mixer, Mamba1) for block in shape.blocks):
         asked = replace(asked, scan="tightfit")  # the only one that can be compiled, whichever stands there yet
@@ -54,9 +65,9 @@ def selections(shape: ModelShape, levers: Levers, hardware: Hardware) -> tuple[S
 
 
 @lru_cache(maxsize=256)
-def _find(shape: ModelShape, setting: Setting, card: Card) -> tuple[Selection, ...]:
+def _find(shape: ModelShape, setting: Setting, card: Card) -> Worth:
     if not any(has_parts(block, setting) for block in shape.blocks):
-        return ()
+        return Worth((), (), ())
     always, *each = find_prices(shape, setting, card)
     each = [price for price in each if price.freed > 0]
     cheapest, found = _join([always, *each]), list[Selection]()
@@ -65,7 +76,10 @@ def _find(shape: ModelShape, setting: Setting, card: Card) -> tuple[Selection, .
         if price.of_a_byte < WORTH * cheapest.of_a_byte:
             found.append(price.parts)
             cheapest = price
-    return (ELEMENTWISE, *reversed(found))
+    alone = ELEMENTWISE, *reversed(found)
+    sending = [parts for parts in alone if len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}]
+    largest = _join([always, *sorted(each, key=lambda price: -price.freed)[:1]]).parts
+    return Worth(alone, tuple(sending), largest)
 
 
 def find_prices(shape: ModelShape, setting: Setting, card: Card) -> list[Price]:
