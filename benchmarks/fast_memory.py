@@ -409,6 +409,9 @@ STREAM: dict[str, dict[str, Any]] = {
     "0.5B full, streamed": {**STREAMED, "model": (fast.QWEN_HALF_B, 24), "micro_batch": 4},
     "0.5B full, streamed, 16 times, none": {**STREAMED, "model": (fast.QWEN_HALF_B, 24), "accum": 16,
                                             "checkpointing": "none", "resident": 12},
+    "0.5B full, streamed, compiled, half of the states on an NVMe": {
+        **STREAMED, "model": (fast.QWEN_HALF_B, 24), "accum": 4, "compile": "layers", "offload_optimizer": "nvme",
+        "nvme": "20GB", "nvme_path": "/tmp/tightfit-nvme", "host_ram": "9GiB"},
     "3B full, streamed, 4 times": STREAMED_3B,
     "3B full, streamed, 4 times, half stay, inputs on the host": {**STREAMED_3B, "resident": 14,
                                                                   "checkpointing": "full+offload"},
