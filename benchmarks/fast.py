@@ -52,6 +52,7 @@ SETS = (
     "-experts",
     "-tiled",
     "-compressed",
+    "-stream",
 )
 MEMORY = [HERE / "data" / f"h200-fast-memory{each}" for each in SETS]
 """Sets of rows that `fast_memory.py` predicted (`…-predicted.json`), then measured (`….jsonl`)."""
