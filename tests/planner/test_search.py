@@ -136,10 +136,14 @@ def test_the_order_of_candidates_does_not_matter(name: str, seed: int, monkeypat
     question = QUESTIONS[name]()
     asked = replace(question, hardware=card(question.hardware, sizes(question, 6, seed)[-1]))
     before = chosen(asked)
-    shuffle = seeded(seed).sample
     strategies, corners = search.strategies, search.corners
-    monkeypatch.setattr(search, "strategies", lambda *given: shuffle(made := strategies(*given), len(made)))
-    monkeypatch.setattr(search, "corners", lambda *given: shuffle(made := list(corners(*given)), len(made)))
+
+    def shuffle(made: list[Any]) -> list[Any]:
+        """Alike each time, as long lists are shared out by place."""
+        return seeded(seed).sample(made, len(made))
+
+    monkeypatch.setattr(search, "strategies", lambda *given: shuffle(strategies(*given)))
+    monkeypatch.setattr(search, "corners", lambda *given: shuffle(list(corners(*given))))
     assert chosen(asked) == before is not None
 
 

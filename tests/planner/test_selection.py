@@ -14,8 +14,9 @@ from tightfit.memory.activations import setting_of
 from tightfit.memory.layers import layer_cost, layer_input_bytes, recompute_cost
 from tightfit.model.load import load_model, shape_from_config
 from tightfit.pace.rates import rates_of
+from tightfit.pace.work import ELEMENTWISE
 from tightfit.planner import candidates, plan
-from tightfit.planner.selection import Price, find_prices, selections
+from tightfit.planner.selection import Price, Worth, find_prices, selections
 from tightfit.types import PARTS, Compile, Levers, Lora, ModelShape
 
 H200 = machine("1xh200", "512GB")
@@ -104,19 +105,26 @@ def test_experts_and_capped_attention_and_scans_are_seen() -> None:
     capped = prices_of("gemma-2-9b", Levers(**LORA, compile="layers"))
     scores, context = 16 * 2048 * 2, 16 * 256 * 2
     assert capped["mixer"].freed == 42 * 2048 * (scores + context)
-    assert ("elementwise", "mixer") in selections(MODELS["gemma-2-9b"], Levers(**LORA, compile="layers"), H200)
+    assert ("elementwise", "mixer") in selections(MODELS["gemma-2-9b"], Levers(**LORA, compile="layers"), H200).alone
 
     # The planner asks before it has chosen a scan: of compiled layers there is only ours.
     asked = Levers(engine="fsdp2", compile="layers")
     assert asked.scan == "official"
     mamba = prices_of("7b_mamba", replace(asked, scan="tightfit"))
     assert mamba["mixer"].of_a_byte > mamba["qkv"].of_a_byte > 0
-    assert selections(MODELS["7b_mamba"], asked, H200) == (("elementwise",), ("elementwise", "qkv"))
+    assert selections(MODELS["7b_mamba"], asked, H200).alone == (("elementwise",), ("elementwise", "qkv"))
 
 
 def test_layers_without_known_parts_have_no_selections() -> None:
     """Adapters on stacked experts."""
-    assert selections(MODELS["qwen3-30b-a3b"], Levers(**LORA), H200) == ()
+    assert selections(MODELS["qwen3-30b-a3b"], Levers(**LORA), H200) == ((), (), ())
+
+
+def test_of_what_is_sent_only_selections_far_apart_are_tried() -> None:
+    worth = selections(MODELS["llama-3.1-8b"], Levers(**LORA, compile="layers"), H200)
+    assert worth.largest == ("elementwise", "mlp")  # of a dense model nothing is wider than gate and up
+    assert {*worth.sending} < {*worth.alone}
+    assert all(len(parts) <= 2 or {*PARTS} - {*parts} == {"mixer"} for parts in worth.sending)
 
 
 @pytest.mark.thorough
@@ -143,6 +151,6 @@ def test_what_is_not_tried_would_win_less_than_a_hundredth(
         return way.pace.step_s
 
     few = [best_s(size) for size in sizes]
-    monkeypatch.setattr(candidates, "selections", lambda *_: every)
+    monkeypatch.setattr(candidates, "selections", lambda *_: Worth(every, every, ELEMENTWISE))
     for size, seconds in zip(sizes, few, strict=True):
         assert seconds <= 1.01 * best_s(size), size

@@ -78,7 +78,7 @@ def test_no_layer_stays_that_saves_next_to_nothing() -> None:
     best = search(question).best
     assert best is not None
     assert best.levers.resident == 0
-    kept = replace(best.levers, resident=2)
+    kept = replace(best.levers, resident=1)
     assert not excess_bytes(question, estimate(question.shape, kept, 1, hardware))
     assert pace(question.shape, kept, hardware).step_s < best.pace.step_s
 
@@ -119,8 +119,9 @@ def test_states_go_to_the_nvme_where_ram_is_short(ram: str, place: str) -> None:
     way = way_of(answer)
     assert (way.levers.engine, way.levers.offload_optimizer, way.levers.offload_param) == (STREAM, place, "none")
     assert way.fits
-    assert way.footprint.host.peak_bytes_per_node <= 0.9 * (small.host_ram_bytes or 0)
+    assert way.footprint.host.peak_bytes_per_node <= (small.host_ram_bytes or 0)
     if place == "nvme":  # no more states would have room
+        assert way.footprint.host.peak_bytes_per_node <= 0.9 * (small.host_ram_bytes or 0)
         count = way.levers.buckets.optimizer_buffer_count + 1
         more = replace(way.levers, buckets=replace(way.levers.buckets, optimizer_buffer_count=count))
         held = estimate(way.shape, more, 1, small).host.peak_bytes_per_node

@@ -50,8 +50,8 @@ class Worth(NamedTuple):
 
     alone: tuple[Selection, ...]  # beside whole layers, the one that frees least first
     sending: tuple[Selection, ...]
-    """Where the rest waits on the host: few parts, or all but the mixer. Which is best depends on the link, and in
-    between is nothing to gain."""
+    """Where the rest waits on the host: few parts, or all but the one that costs most for what it frees. Which is best
+    depends on the link, and in between is little to gain."""
     largest: Selection  # the part that frees most, by itself
 
 
@@ -77,7 +77,9 @@ def _find(shape: ModelShape, setting: Setting, card: Card) -> Worth:
             found.append(price.parts)
             cheapest = price
     alone = ELEMENTWISE, *reversed(found)
-    sending = [parts for parts in alone if len(parts) <= FEW or set(PARTS).difference(parts) == {"mixer"}]
+    dearest = max(each, key=lambda price: price.of_a_byte)
+    most = _join([always, *[price for price in each if price is not dearest]]).parts
+    sending = [parts for parts in alone if len(parts) <= FEW or parts == most]
     largest = _join([always, *sorted(each, key=lambda price: -price.freed)[:1]]).parts
     return Worth(alone, tuple(sending), largest)
 
