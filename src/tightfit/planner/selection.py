@@ -77,8 +77,7 @@ def _find(shape: ModelShape, setting: Setting, card: Card) -> Worth:
             found.append(price.parts)
             cheapest = price
     alone = ELEMENTWISE, *reversed(found)
-    dearest = max(each, key=lambda price: price.of_a_byte)
-    most = _join([always, *[price for price in each if price is not dearest]]).parts
+    most = _join([always, *sorted(each, key=lambda price: price.of_a_byte)[:-1]]).parts
     sending = [parts for parts in alone if len(parts) <= FEW or parts == most]
     largest = _join([always, *sorted(each, key=lambda price: -price.freed)[:1]]).parts
     return Worth(alone, tuple(sending), largest)
