@@ -220,7 +220,7 @@ def _of_streaming(question: Question, way: Way) -> Iterator[Message]:
             yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once")
     if levers.offload_optimizer == "nvme":
         yield Message("plan.states-in-file", size=amounts(way.footprint.host.nvme_bytes_per_node)[0])
-    if levers.checkpointing.offload:
+    if levers.checkpointing.offload and not levers.checkpointing.select:
         waiting = way.footprint.host.phases["forward"].components.get("activations", 0)
         yield Message("plan.inputs-wait", size=amounts(waiting)[0])
 
