@@ -112,6 +112,15 @@ def test_a_model_whose_states_do_not_fit_in_ram_names_narrower_ones() -> None:
     assert way_of(allowed).changes
 
 
+def test_what_waits_on_the_host_to_save_time_leaves_the_system_a_tenth_of_the_ram() -> None:
+    for ram, least in (("32GB", 0.6), ("64GB", 0.8)):
+        hardware = machine("1xRTX3060-12GB", ram)
+        best = search(ask("llama-3.1-8b", hardware, method="lora", sequence=2048, effective_batch=8)).best
+        assert best is not None
+        assert best.levers.checkpointing.offload
+        assert least < best.footprint.host.peak_bytes_per_node / (hardware.host_ram_bytes or 0) <= 0.9
+
+
 @pytest.mark.parametrize(("ram", "place"), [("96GB", "nvme"), ("192GB", "none")])
 def test_states_go_to_the_nvme_where_ram_is_short(ram: str, place: str) -> None:
     small = replace(machine("1xRTX4090", ram), nvme_bytes=1000 * GIB)
@@ -213,8 +222,9 @@ def test_a_run_that_ran_out_goes_on_with_less_on_the_card() -> None:
 
 
 def test_gpus_of_a_machine_have_one_copy_on_the_host() -> None:
+    levers = {"engine": STREAM, "checkpointing": "full+offload"}
     one, four = (
-        way_of(planned("qwen2.5-7b", machine(word, "256GB"), effective_batch=64, levers={"engine": STREAM}))
+        way_of(planned("qwen2.5-7b", machine(word, "256GB"), effective_batch=64, levers=levers))
         for word in ("1xRTX4090", "4xRTX4090")
     )
     assert four.world == 4

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from tightfit.inputs.flags import BARE
 from tightfit.memory import Scale
 from tightfit.memory.pipeline import count_depths
-from tightfit.planner.candidates import Corner, complexity
+from tightfit.planner.candidates import FILLED, Corner, complexity
 from tightfit.planner.question import Question, Weight, floor_excess, least_weight, weight_of
 from tightfit.types import Checkpointing, Levers
 
@@ -58,7 +58,8 @@ class Ladder:
         if corner.searched:
             self.depths = corner.depths(count_depths(question.shape, corner.rest), partial=question.partial)
             self.deepest = corner.rest.checkpointing
-        if corner.searched and self.deepest.offload and (room := question.hardware.host_ram_bytes) is not None:
+        if corner.searched and self.deepest.offload and (ram := question.hardware.host_ram_bytes) is not None:
+            room = FILLED * ram if self.deepest.select else ram  # whole layers send little, and where nothing else fits
             if self._weigh_host(self.depths[-1]) > room:  # what more layers send the host cannot hold
                 self.depths = self.depths[: bisect_right(self.depths, room, lo=1, key=self._weigh_host)]
             if self.depths[-1] < question.shape.n_layers:
