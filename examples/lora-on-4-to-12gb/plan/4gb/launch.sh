@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts the training of PLAN.md: FSDP2, optimizer + weights on CPU on 1 × 4GB card.
+# Starts the training of PLAN.md: streamed on 1 × 4GB card.
 # Arguments are passed on to the trainer.
 set -euo pipefail
 
@@ -16,10 +16,6 @@ command -v torchrun >/dev/null || { echo "launch.sh: torchrun is not on PATH: ac
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 # Tokenizers' threads and forked data loaders lock each other out.
 export TOKENIZERS_PARALLELISM=false
-# The optimizer steps on the CPU, so the cores are shared out among the ranks: torchrun would give
-# each one thread, DeepSpeed's launcher each all of them.
-OMP_NUM_THREADS=$(env -u OMP_NUM_THREADS nproc)
-export OMP_NUM_THREADS
 
 # The GPUs that may be seen; the ranks take the first ones.
 visible=CUDA_VISIBLE_DEVICES
