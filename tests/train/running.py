@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from warm import Rank, run_workers
 
+import warm_desk
 from ports import reserve_port
 from tightfit.formats.render import render
 from tightfit.formats.target import Target
@@ -148,6 +150,19 @@ def start_ranks(
         subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
         for environment in environments(world, cache)
     ]
+
+
+def figures_of(script: str, world: int, cache: Path) -> dict[str, float]:
+    """What rank 0 of so many prints as JSON: each is a fork of a warm process and runs this file beside ours."""
+    code = f"import runpy; runpy.run_path({str(Path(__file__).with_name(script))!r}, run_name='__main__')"
+    with warm_desk.turn.taken(True), ExitStack() as stack:
+        ranks = [warm_desk.Process(env=each, ranks=True, code=code) for each in environments(world, cache)]
+        for rank in ranks:
+            stack.callback(rank.kill)
+        said = [rank.communicate(LIMIT_S) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(stderr for _, stderr in said)
+    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
+    return found
 
 
 def environments(world: int, cache: Path) -> list[dict[str, str]]:

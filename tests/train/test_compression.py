@@ -7,9 +7,7 @@ right sign and size. By a quarter with 1-bit Adam, whose second moment stays wha
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plain import plain_losses, write_examples
-from running import LIMIT_S, Ran, edit, run_ranks, start_ranks, write_plan
+from running import Ran, edit, figures_of, run_ranks, write_plan
 from test_resume import cut_off
 
 from tightfit.inputs.flags import levers_from_flags
@@ -62,16 +60,7 @@ ROUNDED = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """Those of four ranks, by name."""
-    script = str(Path(__file__).with_name("compressing.py"))
-    ranks = start_ranks([sys.executable, script], 4, tmp_path_factory.mktemp("cache"))
-    try:
-        said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(stderr for _, stderr in said)
-    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
-    return found
+    return figures_of("compressing.py", 4, tmp_path_factory.mktemp("cache"))
 
 
 def test_what_was_sent_and_what_is_kept_are_all_gradients(figures: dict[str, float]) -> None:

@@ -5,12 +5,10 @@ In float64: what remains is the order of sums.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-from running import LIMIT_S, run_ranks, start_ranks, write_plan
+from running import figures_of, run_ranks, write_plan
 from sharing_experts import RANKS, WAYS
 from small_models import QWEN3_MOE
 
@@ -20,16 +18,7 @@ TOLERANCE = 1e-12
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """How far the ranks are from a single one, by how tokens are routed."""
-    script = str(Path(__file__).with_name("sharing_experts.py"))
-    ranks = start_ranks([sys.executable, script], RANKS, tmp_path_factory.mktemp("cache"))
-    try:
-        said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(stderr for _, stderr in said)
-    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
-    return found
+    return figures_of("sharing_experts.py", RANKS, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("way", WAYS)

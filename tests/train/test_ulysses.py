@@ -6,12 +6,8 @@ loss itself in fp32, and the norms of some models.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
-from running import LIMIT_S, start_ranks
+from running import figures_of
 from sharing import CASES
 
 TOLERANCE, IN_FP32 = 1e-12, 1e-6
@@ -21,16 +17,7 @@ PARTLY_FP32 = ("plain loss", "windows and caps")
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """How far four ranks are from a single one, by what was compared."""
-    script = str(Path(__file__).with_name("sharing.py"))
-    ranks = start_ranks([sys.executable, script], 4, tmp_path_factory.mktemp("cache"))
-    try:
-        said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(stderr for _, stderr in said)
-    found: dict[str, float] = json.loads(said[0][0].splitlines()[-1])
-    return found
+    return figures_of("sharing.py", 4, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("case", ["the exchange", *CASES])
