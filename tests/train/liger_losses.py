@@ -53,7 +53,7 @@ def train(family: str, *, fused: bool, lora: bool) -> list[float]:
         get_peft_model(model, LoraConfig(**options))
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    ids = torch.randint(0, 97, (2, 10))
+    ids = torch.randint(0, 97, (2, 5))
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
     losses = []
     for _ in range(STEPS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import warm_desk
 from tightfit.messages import Message
 from tightfit.train.data.cache import stage
 from tightfit.train.data.chat import SHIPPED
@@ -224,8 +224,11 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(tmp_path: Path) -> No
 @pytest.mark.thorough
 def test_two_builders_do_the_work_once(tmp_path: Path) -> None:
     data = big_text(tmp_path / "big.txt", 0)
-    both = [builder(tmp_path, data) for _ in range(2)]
+    words = (str(data), str(tmp_path / "cache"))
+    both = [warm_desk.Process(*words, ranks=True, code=BUILD) for _ in range(2)]
     outs = [each.communicate(timeout=300) for each in both]
+    for each in both:
+        each.kill()
     assert [each.returncode for each in both] == [0, 0], outs
     assert sorted("tokenising" in out for out, _ in outs) == [False, True]
     assert len({out.splitlines()[-1] for out, _ in outs}) == 1
@@ -235,16 +238,11 @@ def test_two_builders_do_the_work_once(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     """A limit on file sizes stands in for the disk: both fail in the middle of a write."""
     data = big_text(tmp_path / "big.txt", 1)
-    limit = 2**20
-
-    def small_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    done = builder(tmp_path, data, preexec_fn=small_files)
-    _, error = done.communicate(timeout=300)
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    limit += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2**20}, {2**20}))\n"
+    done = warm_desk.python(limit + BUILD, str(data), str(tmp_path / "cache"), ranks=True)
     assert done.returncode != 0
-    assert "is full or has a limit on file sizes" in error
+    assert "is full or has a limit on file sizes" in done.stderr
     assert not list((tmp_path / "cache").glob("*/manifest.json"))
 
 
