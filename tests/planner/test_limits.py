@@ -15,16 +15,22 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
-    ("model", "method", "word"),
-    [("qwen1.5-0.5b", "lora", "1x2GB"), pytest.param("1b_mamba", "full", "2x24GB", marks=pytest.mark.slow)],
+    ("model", "method", "word", "pins"),
+    [
+        ("qwen1.5-0.5b", "lora", "1x2GB", {"engine": "zero2"}),
+        pytest.param("qwen1.5-0.5b", "lora", "1x2GB", {}, marks=pytest.mark.slow),
+        pytest.param("1b_mamba", "full", "2x24GB", {}, marks=pytest.mark.slow),
+    ],
 )
-def test_the_longest_sequence_fits_and_the_next_does_not(model: str, method: Method, word: str) -> None:
-    job, shape, hardware = Job(model=model, method=method), preset(model), machine(word, "64GB")
+def test_the_longest_sequence_fits_and_the_next_does_not(
+    model: str, method: Method, word: str, pins: dict[str, str]
+) -> None:
+    job, shape, hardware = Job(model=model, method=method, levers=pins), preset(model), machine(word, "64GB")
     found = longest_sequence(job, shape, hardware)
     assert isinstance(found.value, int)
     assert found.plan.chosen is not None
     assert found.plan.chosen.levers.sequence == found.value
-    longer = Job(model=model, method=method, sequence=found.value + STEP_TOKENS)
+    longer = Job(model=model, method=method, levers=pins, sequence=found.value + STEP_TOKENS)
     assert plan(longer, shape, hardware, every_gpu=True).chosen is None
 
 
@@ -57,7 +63,7 @@ def test_the_largest_model_fits_and_no_larger_one_does() -> None:
 
 
 def test_where_not_even_the_smallest_fits_it_is_said() -> None:
-    job, hardware = Job(model="qwen1.5-1.8b"), machine("1x1GB", "1GB")
+    job, hardware = Job(model="qwen1.5-1.8b", levers={"engine": "zero2"}), machine("1x1GB", "1GB")
     assert longest_sequence(job, preset("qwen1.5-1.8b"), hardware).value is None
     assert largest_micro_batch(job, preset("qwen1.5-1.8b"), hardware).value is None
     assert largest_model(job, hardware).value is None

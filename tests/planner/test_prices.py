@@ -73,11 +73,12 @@ def words_of(record: type, base: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{each.name}={value}", replace(base, **{each.name: value})
 
 
-def compare(question: Question, seed: int) -> int:
-    """Of every second strategy two candidates by the same clock, and the weights of the second. How many there were."""
+def compare(question: Question, seed: int, stride: int) -> int:
+    """Of every so manieth strategy two candidates by the same clock, and the weights of the second. How many there
+    were."""
     compared, shape, hardware = 0, question.shape, question.hardware
     strategies = search.list_strategies(question)
-    for strategy in strategies[seed % 2 :: 2] or strategies:
+    for strategy in strategies[seed % stride :: stride] or strategies:
         every: list[Corner] = list(search._corners(question, strategy))
         clock = None if strategy.streams else clock_of(shape, strategy, hardware)
         depth = DEPTHS[(seed + compared) % len(DEPTHS)]
@@ -109,7 +110,8 @@ def compare(question: Question, seed: int) -> int:
 
 
 @pytest.mark.thorough
-def test_search_prices_what_estimate_prices() -> None:
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_search_prices_what_estimate_prices(stride: int) -> None:
     seen: dict[str, int] = {}
     for family, method in (("llama", "lora"), ("mamba", "full"), ("qwen3_moe", "full")):
         shape = built(family, 4, 2048, 50_000, family == "llama")
@@ -120,7 +122,7 @@ def test_search_prices_what_estimate_prices() -> None:
             if base.stages_per_gpu > 1 or base.stage_layers:
                 base = replace(base, pipeline_parallel=2)
             asked = replace(question, base=base, pinned=frozenset({name}))
-            seen[word] = seen.get(word, 0) + compare(asked, number)
+            seen[word] = seen.get(word, 0) + compare(asked, number, stride)
     assert {word.partition("=")[0].partition(".")[0] for word in seen} == {each.name for each in fields(Levers)}
     unseen = {word for word, count in seen.items() if not count}  # no model could show it
     assert {word.partition("=")[0] for word in unseen} <= LAYOUTS, unseen

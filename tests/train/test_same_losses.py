@@ -168,7 +168,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero2 compiled": {"engine": "zero2", **COMPILED, "checkpointing": "select:mlp,qkv"},
     "zero2 lora compiled": {"engine": "zero2", **LORA, **COMPILED},
     "fsdp2 compiled": {"engine": "fsdp2", **COMPILED, "offload_param": "cpu", "checkpointing": "full+offload"},
-    "fsdp2 lora compiled": {"engine": "fsdp2", **LORA, **COMPILED},
+    "fsdp2 lora compiled": {"engine": "fsdp2", **LORA, **COMPILED, "checkpointing": "full"},
     "fsdp2 mamba compiled": {"engine": "fsdp2", **MAMBA, **COMPILED, "scan": "tightfit"},
 }
 SLOW = (
