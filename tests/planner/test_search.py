@@ -70,6 +70,12 @@ QUESTIONS: dict[str, Callable[[], Question]] = {
         sequence=4096,
     ),
     "layers stream": lambda: ask(
+        built("llama", 4, 2048, 5000, True),
+        machine("1x24GB", "16GB"),
+        levers={"engine": "stream", "attention": "sdpa", "loss": "fused"},
+        effective_batch=4,
+    ),
+    "more layers stream": lambda: ask(
         built("llama", 6, 2048, 5000, True),
         machine("1x24GB", "16GB"),
         levers={"engine": "stream", "attention": "sdpa", "loss": "fused"},

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 from running import write_plan
+from warm import Rank, run_workers
 
 import patience
 import warm_desk
@@ -93,18 +94,25 @@ def test_a_rank_that_waits_for_another_leaves_at_once(tmp_path: Path, number: si
     assert not (tmp_path / "run" / "errors").exists(), "to be asked is no failure"
 
 
-def prepare_batch(tmp_path: Path, srun: str, **job: Any) -> tuple[list[str], dict[str, str]]:
+STARTS, TELLS = (
+    f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+    '#!/bin/sh\nenv -0 > "../$SLURM_PROCID.env"\nprintf "%s\\0" "$@" > "../$SLURM_PROCID.words"\n',
+)
+"""Two kinds of python: one that runs, and one that leaves what it was told."""
+
+
+def prepare_batch(tmp_path: Path, srun: str, python: str, **job: Any) -> tuple[list[str], dict[str, str]]:
     """The command and the environment of a batch file, with stand-ins for SLURM's programs."""
-    folder = write_plan(tmp_path, 2, **job)
+    folder = write_plan(tmp_path / "plan", 2, **job)
     hardware = Hardware(gpu=Gpu(name="CPU", vendor="cpu", memory_bytes=12 << 30), gpus_per_node=2)
-    found = plan(job_from_flags({"output": str(tmp_path / "run"), **job}), None, hardware)
+    found = plan(job_from_flags(job), None, hardware)
     (folder / "slurm.sbatch").write_text(slurm_sbatch(found, Target()))
     programs = tmp_path / "bin"
     programs.mkdir()
     stand_ins = {
         "srun": srun,
         "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
-        "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
+        "python": python,
     }
     for name, script in stand_ins.items():
         (programs / name).write_text(script)
@@ -122,10 +130,19 @@ def prepare_batch(tmp_path: Path, srun: str, **job: Any) -> tuple[list[str], dic
 
 
 @pytest.mark.thorough
-def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
-    command, env = prepare_batch(tmp_path, SRUN, **SMALL)
+def test_the_batch_file_starts_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked ones train by what each was told."""
+    command, env = prepare_batch(tmp_path, SRUN, TELLS, **SMALL, output=str(tmp_path / "run"))
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
+    ranks, words = [], set()
+    for task in range(2):
+        said, given = ((tmp_path / f"{task}.{kind}").read_text()[:-1].split("\0") for kind in ("words", "env"))
+        ranks.append(Rank(dict(each.split("=", 1) for each in given), str(tmp_path / f"said-{task}")))
+        words.add(tuple(said))
+    assert words == {("-m", "tightfit.train", "worker.json")}
+    monkeypatch.chdir(tmp_path / "plan")
+    assert run_workers(["worker.json"], ranks) == [0, 0], [Path(rank.said).read_text() for rank in ranks]
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert '"launcher": "srun"' in events or '"launcher":"srun"' in events
     assert (tmp_path / "run" / "model" / "config.json").exists()
@@ -135,7 +152,9 @@ def test_the_batch_file_starts_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_job_that_slurm_queues_again_goes_on(tmp_path: Path) -> None:
     """The same job is preempted, and runs again with the same number."""
-    command, env = prepare_batch(tmp_path, SRUN_SIGNALLED, **{**SMALL, "max_steps": 300})
+    command, env = prepare_batch(
+        tmp_path, SRUN_SIGNALLED, STARTS, **{**SMALL, "max_steps": 300, "output": str(tmp_path / "run")}
+    )
     events = tmp_path / "run" / "events.jsonl"
     first = subprocess.Popen(command, env=env, start_new_session=True)
     deadline = patience.now() + 120
