@@ -43,8 +43,9 @@ def found_by(question: Question) -> list[tuple[object, ...]]:
     return [*ways, (found.considered,)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def helpers() -> Iterator[Searchers]:
+    """The same for all, as a server has them: what they have been through makes no difference to an answer."""
     made = Searchers(2)
     with made.help():
         pass

@@ -125,7 +125,7 @@ def test_step_downs_end(model: str, word: str) -> None:
     seen = [(way_of(last).levers, way_of(last).world)]
     for number in range(40):
         phase = TRAINING[number % len(TRAINING)]
-        shortfall = Shortfall(where="gpu", missing_bytes=GIB // 8, phase=phase)
+        shortfall = Shortfall(where="gpu", missing_bytes=GIB // 4, phase=phase)
         found = step_down(last, shortfall, before=before)
         if isinstance(found, NoWay):
             break

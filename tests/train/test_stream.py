@@ -200,7 +200,7 @@ def test_states_in_a_file_are_those_in_memory(levers: Levers, clip: float, tmp_p
 
 
 SCALED = replace(WHOLE, precision="fp16")
-SEVERAL = 8  # steps
+SEVERAL = 5  # steps
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_updates_ahead_of_the_norm_are_those_that_wait(levers: Levers) -> None:
     """Losses, norms, states and weights, bit for bit, in steps that clip and in steps that do not, and where something
     is not finite."""
     norms = run(make("llama", levers, clip=1e9), steps=SEVERAL)[1:-1:2]
-    clip = sorted(norms)[3]  # of the first eight norms, as they are without clipping: some are above it
+    clip = sorted(norms)[SEVERAL // 2]  # of the norms as they are without clipping: some are above it
     waiting, hasty = (make("llama", replace(levers, update=word), clip=clip) for word in ("waits", "ahead"))
     assert isinstance(hasty, StreamWeights)
     counted, made_again = watch_updates(hasty)

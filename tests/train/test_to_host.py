@@ -108,7 +108,13 @@ def test_micro_batches_that_pass_a_layer_together_have_buffers_of_their_own() ->
     assert {key[:2] for key in store._buffers} == {(index, number) for index in range(3) for number in range(3)}
 
 
-@pytest.mark.parametrize("way", ["llama", "adapters", "frozen layers", "the embeddings alone", "two stay"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("llama", marks=pytest.mark.slow),  # "two stay" is the same, and more
+        *("adapters", "frozen layers", "the embeddings alone", "two stay"),
+    ],
+)
 def test_layers_that_stream_send_what_they_keep(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All micro batches of a window."""
     model, levers = WAYS[way]
