@@ -24,7 +24,7 @@ QUERY = "model=qwen1.5-0.5b&card=12GB&gpus=1&host-ram=16GB&seq=1024&method=lora&
 def test_the_map_fills_and_each_place_opens_the_question_that_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontier, "MODELS", ("Qwen/Qwen2.5-7B-Instruct",))
+    monkeypatch.setattr(frontier, "MODELS", ("Qwen/Qwen2.5-1.5B-Instruct",))
     monkeypatch.setattr(frontier, "SEQUENCES", (1024, 32_768))
     visitor = client(tmp_path)
     first = visitor.get(f"/plan/frontier?{QUERY}").text
