@@ -11,6 +11,7 @@ import sys
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,6 +54,8 @@ os.environ["XDG_DATA_HOME"] = "/dev/null/nothing"
 if "TORCH_EXTENSIONS_DIR" not in os.environ:
     installed = zlib.crc32(str(getattr(find_spec("deepspeed"), "origin", "")).encode())
     os.environ["TORCH_EXTENSIONS_DIR"] = str(build_folder(os.environ) / f"tests-{installed:08x}")
+if which("c++"):
+    os.environ["PATH"] = f"{Path(__file__).parent / 'assets' / 'bin'}{os.pathsep}{os.environ['PATH']}"
 if str(Path(sys.executable).parent) not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
 

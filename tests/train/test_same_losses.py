@@ -133,7 +133,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fsdp2 in a pipeline, in groups": {**IN_A_ROW, "shard_within": 1},
     "fsdp2 mamba in a pipeline": {**IN_A_ROW, **MAMBA},
     "fsdp2 in a pipeline, compiled": {**IN_A_ROW, **COMPILED},
-    "fsdp2 shares layers in a pipeline": {**IN_A_ROW, "tensor_parallel": 2},
+    "fsdp2 shares layers in a pipeline": {**IN_A_ROW, "tensor_parallel": 2, "micro_batch": 2},
     "fsdp2 shares layers in a pipeline, interleaved": {**INTERLEAVED, **TIED_ROW, "loss": "fused"},
     "fsdp2 shares layers in a pipeline, bf16": {**IN_A_ROW, **TIED_ROW, "precision": "bf16", "checkpointing": "full"},
     "fsdp2 lora shares layers in a pipeline": {**IN_A_ROW, **LORA, "tensor_parallel": 2, "checkpointing": "full"},
