@@ -120,7 +120,7 @@ def seconds(shape: ModelShape, levers: Levers, hardware: Hardware) -> float:
 @pytest.mark.parametrize("stride", [7, pytest.param(2, marks=pytest.mark.slow)])
 @every_model
 def test_causes_are_positive_and_add_up(name: str, stride: int) -> None:
-    """Of every so manieth way, others for each method, precision and optimizer."""
+    """Of one way in `stride`, others for each method, precision and optimizer."""
     shape, machines = model(name), [machine(word) for word in MACHINES]
     asked = 0
     for number, (method, precision, optimizer) in enumerate(product(METHODS, PRECISIONS, OPTIMIZERS)):

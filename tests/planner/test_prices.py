@@ -74,7 +74,7 @@ def words_of(record: type, base: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compare(question: Question, seed: int, stride: int) -> int:
-    """Of every so manieth strategy two candidates by the same clock, and the weights of the second. How many there
+    """Of one strategy in `stride` two candidates by the same clock, and the weights of the second. How many there
     were."""
     compared, shape, hardware = 0, question.shape, question.hardware
     strategies = search.list_strategies(question)
