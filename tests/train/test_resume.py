@@ -49,8 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "stream lora": {"engine": "stream", "method": "lora", "resident": 2},
     "stream qlora": {"engine": "stream", "method": "qlora", "resident": 1},
 }
-QUICKLY = ("fsdp2",)
-"""What `make test` has of it; layers that stream go on after a kill in test_ahead."""
+QUICKLY = ("fsdp2", "stream")
+"""What `make test` has of it."""
 
 
 def cut_off(run: Path, step: int) -> None:
