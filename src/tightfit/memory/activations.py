@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from copy import copy
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -37,18 +37,84 @@ class Moment(NamedTuple):
     recomputes: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Activations:
-    kept: int  # by all layers after the forward pass
-    host_kept: int  # the same on the host
-    shared: int  # kept once for the model: rotary tables; and masks, which recomputed layers will be called with again
-    below_top: int  # by all but the last
-    forward: int  # the most that the last layer holds in its turn; its input, and a mask that is not kept, included
-    evaluation: int  # the most that a layer holds without keeping anything
-    stream: int  # what the last layer hands to the final norm
-    moments: tuple[Moment, ...]  # top to bottom
-    head: HeadCost
-    setting: Setting
+    """What layers and head hold at one depth, worked out when it is asked for: of most ways a search wants to know
+    little."""
+
+    def __init__(self, depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> None:
+        self.depth, self.shape, self.setting = depth, shape, setting
+        self._frozen, self._fused = frozen, fused
+        self._recomputing = shape.n_layers if depth.layers is None else depth.layers
+
+    def taking(self, moments: tuple[Moment, ...]) -> Activations:
+        """The same with other turns in the backward pass."""
+        made = copy(self)
+        made.moments = moments
+        return made
+
+    @cached_property
+    def _layers(self) -> _Layers:
+        return _layers(self.shape, self.setting, self.depth, self._frozen)
+
+    @property
+    def kept(self) -> int:
+        """By all layers after the forward pass."""
+        return self._layers.kept
+
+    @property
+    def below_top(self) -> int:
+        """By all but the last."""
+        return self._layers.below_top
+
+    @property
+    def stream(self) -> int:
+        """What the last layer hands to the final norm."""
+        return self._layers.stream
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """Top to bottom."""
+        return self._layers.moments
+
+    @cached_property
+    def host_kept(self) -> int:
+        """By all layers on the host."""
+        if not self.depth.offload:
+            return 0
+        if self.setting.compiled:
+            return sent_by(self.shape, self.setting, self._frozen, self.depth.select)[self._recomputing]
+        return sum(_list_streams(self.shape, self.setting)[_lowest(self.setting, self._frozen) : self._recomputing])
+
+    @property
+    def shared(self) -> int:
+        """Kept once for the model: rotary tables; and masks, which recomputed layers will be called with again."""
+        return count_rotary_bytes(self.shape, self.setting) + self._kept_masks
+
+    @cached_property
+    def _kept_masks(self) -> int:
+        return self._masks if self._recomputing > _lowest(self.setting, self._frozen) else 0
+
+    @cached_property
+    def _masks(self) -> int:
+        return count_mask_bytes(self.shape, self.setting)
+
+    @cached_property
+    def forward(self) -> int:
+        """The most that the last layer holds in its turn; its input, and a mask that is not kept, included."""
+        top = _way(self.shape, self.setting, self.depth, self.shape.n_layers - 1)
+        held = top.cost.forward_unsaved if top.recomputes else top.cost.forward
+        return held + self.stream + self._layers.leaving + self._masks - self._kept_masks
+
+    @property
+    def evaluation(self) -> int:
+        """The most that a layer holds without keeping anything."""
+        costs = [layer_cost(block, self.shape.hidden_size, self.setting) for block in self.shape.blocks]
+        return max(cost.forward_unsaved for cost in costs) + self.stream + self._masks
+
+    @cached_property
+    def head(self) -> HeadCost:
+        trains = self.setting.trains_head(tied=self.shape.tied)
+        return head_cost(self.shape, self.setting, self._fused, trains)
 
 
 def activations(shape: ModelShape, levers: Levers, gpu: Gpu | None = None) -> Activations:
@@ -109,27 +175,7 @@ def _runs_liger(levers: Levers, model_type: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def activations_at(depth: Checkpointing, shape: ModelShape, setting: Setting, frozen: int, fused: bool) -> Activations:
-    head = head_cost(shape, setting, fused, setting.trains_head(tied=shape.tied))
-    recomputing = shape.n_layers if depth.layers is None else depth.layers
-    kept, host_kept, below_top, leaving, stream, moments = _layers(shape, setting, depth, frozen)
-    costs = [layer_cost(block, shape.hidden_size, setting) for block in shape.blocks]
-    highest = shape.n_layers - 1
-    top = _way(shape, setting, depth, highest)
-    masks = count_mask_bytes(shape, setting)
-    kept_masks = masks if recomputing > _lowest(setting, frozen) else 0
-    forward = top.cost.forward_unsaved if top.recomputes else top.cost.forward
-    return Activations(
-        kept=kept,
-        host_kept=host_kept,
-        shared=count_rotary_bytes(shape, setting) + kept_masks,
-        below_top=below_top,
-        forward=forward + stream + leaving + masks - kept_masks,
-        evaluation=max(cost.forward_unsaved for cost in costs) + stream + masks,
-        stream=stream,
-        moments=moments,
-        head=head,
-        setting=setting,
-    )
+    return Activations(depth, shape, setting, frozen, fused)
 
 
 class _Way(NamedTuple):
@@ -257,20 +303,26 @@ def _lowest(setting: Setting, frozen: int) -> int:
     return frozen if setting.trains_base else 0
 
 
-@lru_cache(maxsize=1024)
-def _layers(
-    shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int
-) -> tuple[int, int, int, int, int, tuple[Moment, ...]]:
-    """What does not depend on the loss: `kept`, `host_kept` and `below_top` of `Activations`, what leaves for the host
-    beside the top layer's forward pass, `stream` and `moments`.
+class _Layers(NamedTuple):
+    """What does not depend on the loss: see `Activations`."""
 
-    Compiled layers send all that they keep, but for small tensors: a layer's stands on the GPU while the next one runs
-    forwards, and while that runs backwards (`train/to_host.py`). The others send their inputs, one after another."""
+    kept: int
+    below_top: int
+    leaving: int  # for the host, beside the top layer's forward pass
+    stream: int
+    moments: tuple[Moment, ...]
+
+
+@lru_cache(maxsize=1024)
+def _layers(shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int) -> _Layers:
+    """Compiled layers send all that they keep, but for small tensors: a layer's stands on the GPU while the next one
+    runs forwards, and while that runs backwards (`train/to_host.py`). The others send their inputs, one after
+    another."""
     inputs = [layer_input_bytes(block, shape.hidden_size, setting) for block in shape.blocks]
     embedded = setting.tokens * shape.hidden_size * setting.width
     trains_below = _trains_below(shape, setting, depth)
     lowest = _lowest(setting, frozen)
-    kept = host_kept = own = stream = before = moving = 0
+    kept = own = stream = before = moving = 0
     moments: list[Moment] = []
     ways: dict[tuple[int, bool, bool], _Way] = {}  # layers of a kind differ in this alone
     recomputing = shape.n_layers if depth.layers is None else depth.layers
@@ -291,16 +343,16 @@ def _layers(
             continue
         turn = _recompute(cost)
         if depth.offload and not setting.compiled:  # its input comes back for its turn
-            host_kept, own = host_kept + stream, cost.saved
+            own = cost.saved
             moments.append(Moment(index, kept, turn[0] + stream, turn[1] + stream, cost, True))
         else:
             own = stream + cost.saved
             moments.append(Moment(index, kept + stream + before, *turn, cost, True))
             if depth.offload and index < shape.n_layers - 1 and (depth.layers is None or index < depth.layers):
                 moving = count_sent_bytes(cost, stream)
-                own, host_kept = own - moving, host_kept + moving
+                own -= moving
         kept += own
-    return kept, host_kept, kept - own, before, stream, tuple(reversed(moments))
+    return _Layers(kept, kept - own, before, stream, tuple(reversed(moments)))
 
 
 def count_sent_bytes(cost: LayerCost | KeptBytes, stream: int) -> int:

@@ -63,17 +63,21 @@ def phases(job: MemoryJob) -> dict[PhaseName, Components]:
     if levers.streams:
         resting = stream.on_host(job)
         training.append(resting)
-    # Compiled layers have buffers of exactly the sizes that they send.
-    waiting = pinned_bytes(job.acts.host_kept + count_waiting_on_host(job), pin=not job.acts.setting.compiled)
-    if levers.streams:
-        waiting = stream.waiting_bytes(job)
-    steady = combine(process, libraries, *training, {"activations": waiting})
+    steady = combine(process, libraries, *training, {"activations": waiting_bytes(job)})
     return {
         "init": combine(process, resting, worst(_initialising(job), _packing(job))),
         "forward": steady,
         "backward": steady,
         "step": combine(steady, _stepping(job)),
     }
+
+
+def waiting_bytes(job: MemoryJob) -> int:
+    """What layers keep that waits there, which alone depends on the depth of checkpointing. Compiled layers have
+    buffers of exactly the sizes that they send."""
+    if job.levers.streams:
+        return stream.waiting_bytes(job)
+    return pinned_bytes(job.acts.host_kept + count_waiting_on_host(job), pin=not job.acts.setting.compiled)
 
 
 def _zero12(job: MemoryJob) -> Components:

@@ -120,6 +120,7 @@ class Steady(NamedTuple):
     step: int
     host: int
     nvme: int
+    training: int  # on the host, of one rank, in a step
 
 
 class Scale:
@@ -133,7 +134,7 @@ class Scale:
         self.engine = ENGINES[levers.engine]
         self.jobs = make_jobs(shape, levers, hardware.world, hardware.gpu, row=row)
         self.job = self.jobs[0][0]
-        self._steady: dict[Checkpointing | None, list[Steady]] = {}
+        self._steady: dict[Checkpointing, list[Steady]] = {}
 
     def totals(self, depth: Checkpointing) -> Totals:
         """Those of `estimate`: of the fullest GPU."""
@@ -167,20 +168,40 @@ class Scale:
 
     def steady(self, depth: Checkpointing) -> Steady:
         """Of each kind the most that any GPU has."""
-        return Steady(*map(max, zip(*self.steady_of_each(depth), strict=True)))
+        each = self.steady_of_each(depth)
+        return each[0] if len(each) == 1 else Steady(*map(max, zip(*each, strict=True)))
 
     def steady_of_each(self, depth: Checkpointing) -> list[Steady]:
-        key = depth if depth.offload else None
-        if key not in self._steady:
-            jobs = [at_depth(each[0], depth) for each in self.jobs]
-            ranks = min(self.hardware.world, self.hardware.gpus_per_node)
-            self._steady[key] = [
+        if not depth.offload:
+            return self._resting
+        if depth not in self._steady:
+            ranks = self._ranks
+            waiting = [host.waiting_bytes(at_depth(jobs[0], depth)) for jobs in self.jobs]
+            self._steady[depth] = [
+                rest._replace(host=max(rest.host, (rest.training + more) * ranks))
+                for rest, more in zip(self._resting, waiting, strict=True)
+            ]
+        return self._steady[depth]
+
+    @property
+    def _ranks(self) -> int:
+        """Of a node."""
+        return min(self.hardware.world, self.hardware.gpus_per_node)
+
+    @cached_property
+    def _resting(self) -> list[Steady]:
+        """Where nothing that layers keep waits on the host."""
+        found = []
+        for jobs in self.jobs:
+            job = at_depth(jobs[0], Checkpointing())
+            on_host = {name: sum(parts.values()) for name, parts in host.phases(job).items()}
+            found.append(
                 Steady(
                     init=sum(self.engine.initialise(job).values()),
                     step=sum(engines.step(job).values()),
-                    host=max([sum(parts.values()) for parts in host.phases(job).values()]) * ranks,
-                    nvme=host.nvme_bytes(job) * ranks,
+                    host=max(on_host.values()) * self._ranks,
+                    nvme=host.nvme_bytes(job) * self._ranks,
+                    training=max([size for name, size in on_host.items() if name != "init"]),
                 )
-                for job in jobs
-            ]
-        return self._steady[key]
+            )
+        return found

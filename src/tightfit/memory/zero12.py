@@ -10,7 +10,6 @@ parameters: its gradients come last.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -128,7 +127,7 @@ def _backward(job: MemoryJob) -> Components:
         # the bucket comes with the first gradients, and those of a compiled layer's adapters come when it is done
         top, resting = acts.moments[0], _waiting(job)
         begins = Peak(top.kept, top.working_kept, resting["gradients"], resting["buckets"]).components(acts.shared)
-        rest = replace(acts, moments=acts.moments[1:])
+        rest = acts.taking(acts.moments[1:])
         inside = worst(begins, combine(peak_with_accumulation(rest, 0, 0, earlier).components(acts.shared), beside))
     return worst(_first_gradient(job, bucket, earlier), _second_gradient(job, bucket, earlier), inside, _ends(job))
 

@@ -235,7 +235,7 @@ def hold_by_leaves(acts: Activations, shape: ModelShape) -> Activations:
             alike[key] = _hold_by_leaf(moment, acts, shape.blocks[kind], shape.hidden_size)
         more, cost = alike[key]
         moments.append(moment._replace(working=moment.working + more, cost=cost))
-    return replace(acts, moments=tuple(moments))
+    return acts.taking(tuple(moments))
 
 
 def _hold_by_leaf(moment: Moment, acts: Activations, block: Block, hidden_size: int) -> tuple[int, LayerCost]:
