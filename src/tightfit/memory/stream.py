@@ -18,8 +18,9 @@ and have a part of everything else each, so a rank is counted with its part of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.memory import ddp
@@ -67,21 +68,27 @@ class Turn(NamedTuple):
 
 
 def passes(job: MemoryJob) -> dict[PhaseName, Components]:
-    turns, count = _turns_of(job), job.levers.accumulation
-    always, below = combine(hold_always(job), _shared(job)), _keep_below(job)
-    moments = list[Components]()
-    kept = sent = 0
+    turns, below = _turns_of(job), _keep_below(job)
+    always, adapters = combine(hold_always(job), _shared(job)), _adapters_gradients(job)
+    return {
+        "forward": combine(always, adapters, _forward(job, turns, below)),
+        "loss": combine(at_the_loss(job), {"activations": count_kept_bytes(job) + _beside_the_loss(job, turns)}),
+        "backward": combine(always, adapters, _backward(job, turns, below)),
+    }
+
+
+def _forward(job: MemoryJob, turns: tuple[Turn, ...], below: int) -> Components:
+    """The worst turn of all layers, from the bottom."""
+    count, kept, sent, most, fullest = job.levers.accumulation, below, 0, -1, (0, 0)
     for turn in turns:
         own = turn.keeps - turn.moves
         first = (count - 1) * turn.reads + (LEAVING * turn.moves if turn.whole else sent)
         last = (count - 1) * (own + turn.makes) + (LEAVING if turn.whole else count > 1) * turn.moves
-        moments.append({"activations": kept + turn.reads + max(first, last) + below, "recompute": turn.forward})
+        held = kept + turn.reads + (first if first > last else last)
+        if held + turn.forward > most:
+            most, fullest = held + turn.forward, (held, turn.forward)
         kept, sent = kept + count * own, turn.moves
-    return {
-        "forward": combine(always, _adapters_gradients(job), worst(*moments)),
-        "loss": combine(at_the_loss(job), {"activations": kept + below + _beside_the_loss(job, turns)}),
-        "backward": combine(always, _adapters_gradients(job), worst(*_moments_back(job, turns, below))),
-    }
+    return {"activations": fullest[0], "recompute": fullest[1]}
 
 
 def _keep_below(job: MemoryJob) -> int:
@@ -91,34 +98,38 @@ def _keep_below(job: MemoryJob) -> int:
 
 def count_kept_bytes(job: MemoryJob) -> int:
     """On the GPU between the passes."""
-    return job.levers.accumulation * sum([turn.keeps - turn.moves for turn in _turns_of(job)]) + _keep_below(job)
+    frozen, depth = job.levers.frozen_layers, job.depth
+    kept = _add_up_kept(job.shape, job.acts.setting, depth.select, frozen, sends=depth.offload)
+    return job.levers.accumulation * kept[-1 if depth.layers is None else depth.layers] + _keep_below(job)
 
 
-def _moments_back(job: MemoryJob, turns: tuple[Turn, ...], below: int) -> list[Components]:
+def _backward(job: MemoryJob, turns: tuple[Turn, ...], below: int) -> Components:
+    """The worst turn of all layers, from the top; or that of the embedding."""
     count, units = job.levers.accumulation, units_of(job.shape, job.levers)
     tied = _tied_gradients(job, units)
-    leaving = FP32 * units.after.trained  # until the layer below has its gradients
-    moments = list[Components]()
-    kept = count_kept_bytes(job) - below
+    kept, leaving = count_kept_bytes(job), FP32 * units.after.trained  # until the layer below has its gradients
+    most, fullest = -1, (0, 0, 0)
     for index in range(len(turns) - 1, -1, -1):
         turn = turns[index]
         if not turn.keeps:
             break
-        own, next_one = turn.keeps - turn.moves, turns[index - 1].moves if index else 0
+        own = turn.keeps - turn.moves
         kept -= count * own
         if turn.whole:
             reads = (1 + AHEAD) * turn.reads if turn.moves else count * own
         else:
-            first, last = count * own + (count > 1) * turn.moves, own + next_one
-            reads = turn.moves + max(first, last)
-        activations = kept + reads + count * turn.makes + below
-        moments.append({"activations": activations, "recompute": turn.backward, "gradients": leaving + tied})
+            first, last = count * own + (count > 1) * turn.moves, own + (turns[index - 1].moves if index else 0)
+            reads = turn.moves + (first if first > last else last)
+        held = kept + reads + count * turn.makes
+        if held + turn.backward + leaving + tied > most:
+            most, fullest = held + turn.backward + leaving + tied, (held, turn.backward, leaving + tied)
         leaving = 0
+    found: Components = {"activations": fullest[0], "recompute": fullest[1], "gradients": fullest[2]}
     if start := _start_below(job):
         embedding = units.before.trained
         grads = embedding * job.weights.width + FP32 * embedding
-        moments.append({"activations": 2 * count * start, "gradients": grads})
-    return moments
+        return worst(found, {"activations": 2 * count * start, "gradients": grads})
+    return found
 
 
 def at_the_loss(job: MemoryJob) -> Components:
@@ -242,29 +253,49 @@ def _turns_of(job: MemoryJob) -> tuple[Turn, ...]:
     return list_turns(job.shape, job.acts.setting, job.depth, job.levers.frozen_layers)
 
 
-@lru_cache(maxsize=256)
 def list_turns(shape: ModelShape, setting: Setting, depth: Checkpointing, frozen: int) -> tuple[Turn, ...]:
+    light, again = _list_both(shape, setting, depth.select, frozen, sends=depth.offload)
+    return again if depth.layers is None else again[: depth.layers] + light[depth.layers :]
+
+
+@lru_cache(maxsize=256)
+def _list_both(
+    shape: ModelShape, setting: Setting, select: tuple[str, ...], frozen: int, *, sends: bool
+) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+    """All layers as they are where they do not recompute, and where they do."""
     embedded = setting.tokens * shape.hidden_size * setting.width
     lowest = frozen if setting.trains_base and not setting.trains_embedding else 0
     known: dict[tuple[int, bool, bool, bool, bool, bool], Turn] = {}
-    turns = list[Turn]()
-    for index, kind in enumerate(shape.pattern):
-        recomputes = depth.layers is None or index < depth.layers
-        is_first, needs_below = index == 0, index > lowest or setting.trains_embedding
-        sends = depth.offload and recomputes and (not depth.select or index < shape.n_layers - 1)
-        key = kind, recomputes, sends, is_first, index >= lowest, needs_below
-        if key not in known:
-            block, hidden = shape.blocks[kind], shape.hidden_size
-            stream = layer_input_bytes(block, hidden, setting)
-            reads = min(stream, embedded) if is_first and shape.before else stream
-            select = depth.select if recomputes else None
-            if not recomputes and setting.compiled and depth.select and has_parts(block, setting):
-                select = ("elementwise",)  # which costs compiled layers next to nothing
-            known[key] = _turn(block, hidden, setting, select, reads, sends=sends, needs_below=needs_below)
-            if index < lowest:  # nothing below it trains
-                known[key] = known[key]._replace(keeps=0, moves=0, backward=0, whole=True)
-        turns.append(known[key])
-    return tuple(turns)
+
+    def list_all(*, recompute: bool) -> Iterator[Turn]:
+        for index, kind in enumerate(shape.pattern):
+            is_first, needs_below = index == 0, index > lowest or setting.trains_embedding
+            leaves = sends and recompute and (not select or index < shape.n_layers - 1)
+            key = kind, recompute, leaves, is_first, index >= lowest, needs_below
+            if key not in known:
+                block, hidden = shape.blocks[kind], shape.hidden_size
+                stream = layer_input_bytes(block, hidden, setting)
+                reads = min(stream, embedded) if is_first and shape.before else stream
+                own = select if recompute else None
+                if not recompute and setting.compiled and select and has_parts(block, setting):
+                    own = ("elementwise",)  # which costs compiled layers next to nothing
+                known[key] = _turn(block, hidden, setting, own, reads, sends=leaves, needs_below=needs_below)
+                if index < lowest:  # nothing below it trains
+                    known[key] = known[key]._replace(keeps=0, moves=0, backward=0, whole=True)
+            yield known[key]
+
+    return tuple(list_all(recompute=False)), tuple(list_all(recompute=True))
+
+
+@lru_cache(maxsize=256)
+def _add_up_kept(
+    shape: ModelShape, setting: Setting, select: tuple[str, ...], frozen: int, *, sends: bool
+) -> tuple[int, ...]:
+    """By how many layers recompute, what all of them keep on the GPU of one micro batch."""
+    light, again = ([turn.keeps - turn.moves for turn in turns] for turns in
+                    _list_both(shape, setting, select, frozen, sends=sends))  # fmt: skip
+    more = [kept - least for kept, least in zip(again, light, strict=True)]
+    return tuple(accumulate(more, initial=sum(light)))
 
 
 def _turn(

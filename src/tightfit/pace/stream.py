@@ -25,7 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 from tightfit.memory.activations import setting_of
 from tightfit.memory.stream import list_turns
@@ -167,6 +168,10 @@ class _Kind(NamedTuple):
         return self.light if recomputing else self.back
 
 
+_State = Literal["back", "light", "again"]
+"""Of a layer on the way back: see `_Kind`."""
+
+
 class StreamClock:
     """Step times of one way of computing, with some layers that recompute and some that stay on the GPU."""
 
@@ -185,6 +190,7 @@ class StreamClock:
             self.step = engines.step(shape, adapters, hardware, rates, rehearsal=rehearsal)
             self.added, self.reduced = (self.micro_batches - 1) * self.traffic.added, self.traffic.reduced
         self._kinds: dict[tuple[str, ...], list[_Kind]] = {}
+        self._layers: dict[tuple[tuple[str, ...], _State], list[tuple[Turn, Turn]]] = {}
         self._link = engines.Links(hardware, rates, rehearsal)
 
     def seconds(self, depth: Checkpointing, resident: int) -> float:
@@ -206,27 +212,45 @@ class StreamClock:
         return constants.STREAM_COPY_COST * min(copied, sum([turn.forward + (turn.back or 0.0) for turn in turns]))
 
     def turns(self, depth: Checkpointing, resident: int) -> list[Turn]:
-        shape, units, frozen = self.shape, self.units, frozen_of(self.levers)
-        *kinds, ends = self._kinds_of(depth.select)
+        shape, select = self.shape, depth.select
         again = shape.n_layers if depth.layers is None else depth.layers
-        moves = [0] * shape.n_layers
+        both = self._turns_at(select, "light" if again else "back"), self._turns_at(select, "again")
+        found = [
+            both[index < again][index][not stays(index, resident, shape.n_layers)] for index in range(shape.n_layers)
+        ]
         if depth.offload:
             moves = [turn.moves for turn in list_turns(shape, self.setting, depth, self.levers.frozen_layers)]
-        nothing = _Busy(0.0, 0.0)
-        found = [self._turn(units.before, nothing, None if frozen else nothing, streams=False)]
-        known = dict[Any, Turn]()  # layers of a kind differ in little
-        for index, kind in enumerate(shape.pattern):
-            time, back = kinds[kind], None
-            if index >= frozen:
-                back = time.back_at(index, again)
-            streams = not stays(index, resident, shape.n_layers)
-            key = kind, units.layers[index], id(back), streams
-            if key not in known:
-                known[key] = self._turn(units.layers[index], time.forward, back, streams=streams)
-            sent = self.micro_batches * moves[index] / self.rates.host_link
-            found.append(known[key]._replace(sent=sent) if sent else known[key])
-        found.append(self._turn(units.after, ends.forward, ends.back, streams=False))
-        return self._bring_states(found)
+            found = [
+                turn._replace(sent=self.micro_batches * moved / self.rates.host_link) if moved else turn
+                for turn, moved in zip(found, moves, strict=True)
+            ]
+        before, after = self._ends
+        return self._bring_states([before, *found, after])
+
+    def _turns_at(self, select: tuple[str, ...], state: _State) -> list[tuple[Turn, Turn]]:
+        """Of each layer in this state, where it stays on the GPU, and where it streams."""
+        key = select, state
+        if key not in self._layers:
+            kinds, frozen, known = self._kinds_of(select), frozen_of(self.levers), dict[Any, tuple[Turn, Turn]]()
+            found = self._layers[key] = []
+            for index, kind in enumerate(self.shape.pattern):
+                unit, trains = self.units.layers[index], index >= frozen
+                if (kind, unit, trains) not in known:  # layers of a kind differ in little
+                    back = getattr(kinds[kind], state) if trains else None
+                    staying, streaming = (
+                        self._turn(unit, kinds[kind].forward, back, streams=streams) for streams in (False, True)
+                    )
+                    known[kind, unit, trains] = staying, streaming
+                found.append(known[kind, unit, trains])
+        return self._layers[key]
+
+    @cached_property
+    def _ends(self) -> tuple[Turn, Turn]:
+        """What lies below the layers, and above."""
+        nothing, ends = _Busy(0.0, 0.0), self._kinds_of(())[-1]
+        back = None if frozen_of(self.levers) else nothing
+        before = self._turn(self.units.before, nothing, back, streams=False)
+        return before, self._turn(self.units.after, ends.forward, ends.back, streams=False)
 
     def _bring_states(self, turns: list[Turn]) -> list[Turn]:
         """States may come from a drive, which is one for all ranks, and go back: beside the update of others."""
