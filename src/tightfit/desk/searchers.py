@@ -32,6 +32,7 @@ from tightfit.types import ModelShape
 
 MOST = 4  # helpers; a question has about a dozen parts, and a few of them take most of the time
 GARBAGE = 50_000  # new objects that are looked through together: what a search makes goes by itself, but for little
+BEHIND = 10  # by which helpers are nicer than the server: where both compute, whoever moves a slider waits for that
 LOOK_S = 0.02  # between two looks whether the answer is still wanted
 MODELS = 16  # that a helper remembers
 READY, ABANDON = "ready", "abandon"
@@ -231,6 +232,7 @@ def serve() -> None:
     threading.Thread(target=listen, daemon=True).start()
     gc.freeze()
     gc.set_threshold(GARBAGE)
+    os.nice(BEHIND)
     line.send(READY)
     while True:
         line.send(_find(*jobs.get()))

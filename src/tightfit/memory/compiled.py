@@ -278,6 +278,15 @@ def find_code(
     proportions: tuple[int, ...],
     select: tuple[str, ...] | None,
 ) -> _Code:
+    tape, layer_input, layer_output = _record(forms, slots, ends, proportions)
+    return _Code((forms, slots, ends, proportions), tape, (layer_input, layer_output), select)
+
+
+@lru_cache(maxsize=64)
+def _record(
+    forms: tuple[_OpForm, ...], slots: tuple[tuple[int, bool], ...], ends: tuple[int, int], proportions: tuple[int, ...]
+) -> tuple[Tape, Slot, Slot]:
+    """The tape of such a layer, its input and its output: the same whatever of it runs again."""
     sizes = [_sized(size, place) for place, size in enumerate(proportions)]
     tensors: list[Slot] = []
     for place, (storage, grad) in enumerate(slots):
@@ -314,8 +323,7 @@ def find_code(
                 again=form.again,
             )
         )
-    layer_input, layer_output = pick(ends)
-    return _Code((forms, slots, ends, proportions), tape, (layer_input, layer_output), select)
+    return tape, tensors[ends[0]], tensors[ends[1]]
 
 
 def _place(size: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from tightfit.memory import weights as weights_of
 from tightfit.memory.activations import Activations, activations, activations_at
@@ -20,8 +21,7 @@ CUBLAS_WORKSPACE = {"hopper": 32 * 2**20, "other": 8 * 2**20 + 128 * 2**10}
 """Of each cuBLAS handle (`getChosenWorkspaceSize`): one for the forward pass, one for autograd's thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryJob:
+class MemoryJob(NamedTuple):
     shape: ModelShape
     levers: Levers
     depth: Checkpointing  # which layers recompute: as the levers say, or as is asked instead
@@ -92,7 +92,7 @@ def make_jobs(
         weights, own = weights_of.of(one.shape, one.levers(levers)), list[MemoryJob]()
         for stage in one.stages:
             job = make_job(stage.shape, levers.change(frozen_layers=stage.frozen), world, gpu)
-            own.append(replace(job, weights=weights, row=one, stage=stage))
+            own.append(job._replace(weights=weights, row=one, stage=stage))
         jobs.append(own)
     return jobs
 
@@ -137,7 +137,7 @@ def at_depth(job: MemoryJob, depth: Checkpointing) -> MemoryJob:
         return job
     levers = job.levers
     acts = activations_at(depth, job.shape, job.acts.setting, levers.frozen_layers, levers.loss == "fused")
-    return replace(job, depth=depth, acts=acts)
+    return job._replace(depth=depth, acts=acts)
 
 
 def combine(*parts: Components) -> Components:

@@ -8,11 +8,11 @@ backward pass begins, and after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
+from tightfit.inputs.flags import BARE
 from tightfit.memory import engines, host, overhead, stream, zero3
 from tightfit.memory.activations import Curve, curve_of
 from tightfit.memory.engines import ENGINES
@@ -110,7 +110,7 @@ class StreamFloor(NamedTuple):
     after: int
 
     def held(self, depth: Checkpointing) -> tuple[int, int]:
-        return self.loss + stream.count_kept_bytes(replace(self.job, depth=depth)), 0
+        return self.loss + stream.count_kept_bytes(self.job._replace(depth=depth)), 0
 
 
 class Steady(NamedTuple):
@@ -120,7 +120,6 @@ class Steady(NamedTuple):
     step: int
     host: int
     nvme: int
-    training: int  # on the host, of one rank, in a step
 
 
 class Scale:
@@ -134,7 +133,7 @@ class Scale:
         self.engine = ENGINES[levers.engine]
         self.jobs = make_jobs(shape, levers, hardware.world, hardware.gpu, row=row)
         self.job = self.jobs[0][0]
-        self._steady: dict[Checkpointing, list[Steady]] = {}
+        self._waiting: dict[Checkpointing, list[int]] = {}
 
     def totals(self, depth: Checkpointing) -> Totals:
         """Those of `estimate`: of the fullest GPU."""
@@ -174,14 +173,23 @@ class Scale:
     def steady_of_each(self, depth: Checkpointing) -> list[Steady]:
         if not depth.offload:
             return self._resting
-        if depth not in self._steady:
-            ranks = self._ranks
+        each = zip(self._resting, self._host_of_each(depth), strict=True)
+        return [rest._replace(host=on_host) for rest, on_host in each]
+
+    def host_bytes(self, depth: Checkpointing) -> int:
+        """`Steady.host` alone, for a part of the price."""
+        return max(self._host_of_each(depth))
+
+    def _host_of_each(self, depth: Checkpointing) -> list[int]:
+        if not depth.offload:
+            return [max(each) * self._ranks for each in self._on_host]
+        if depth not in self._waiting:
             waiting = [host.waiting_bytes(at_depth(jobs[0], depth)) for jobs in self.jobs]
-            self._steady[depth] = [
-                rest._replace(host=max(rest.host, (rest.training + more) * ranks))
-                for rest, more in zip(self._resting, waiting, strict=True)
+            self._waiting[depth] = [
+                max(building, training + more) * self._ranks
+                for (building, training), more in zip(self._on_host, waiting, strict=True)
             ]
-        return self._steady[depth]
+        return self._waiting[depth]
 
     @property
     def _ranks(self) -> int:
@@ -189,19 +197,24 @@ class Scale:
         return min(self.hardware.world, self.hardware.gpus_per_node)
 
     @cached_property
-    def _resting(self) -> list[Steady]:
-        """Where nothing that layers keep waits on the host."""
+    def _on_host(self) -> list[tuple[int, int]]:
+        """Of one rank while the model is built, and in a step, where nothing that layers keep waits there."""
         found = []
         for jobs in self.jobs:
-            job = at_depth(jobs[0], Checkpointing())
-            on_host = {name: sum(parts.values()) for name, parts in host.phases(job).items()}
-            found.append(
-                Steady(
-                    init=sum(self.engine.initialise(job).values()),
-                    step=sum(engines.step(job).values()),
-                    host=max(on_host.values()) * self._ranks,
-                    nvme=host.nvme_bytes(job) * self._ranks,
-                    training=max([size for name, size in on_host.items() if name != "init"]),
-                )
-            )
+            phases = host.phases(at_depth(jobs[0], BARE))
+            sizes = {name: sum(parts.values()) for name, parts in phases.items()}
+            found.append((sizes["init"], max(sizes["forward"], sizes["backward"], sizes["step"])))
         return found
+
+    @cached_property
+    def _resting(self) -> list[Steady]:
+        """Where nothing that layers keep waits on the host."""
+        return [
+            Steady(
+                init=sum(self.engine.initialise(jobs[0]).values()),
+                step=sum(engines.step(jobs[0]).values()),
+                host=on_host,
+                nvme=host.nvme_bytes(jobs[0]) * self._ranks,
+            )
+            for jobs, on_host in zip(self.jobs, self._host_of_each(BARE), strict=True)
+        ]

@@ -191,11 +191,15 @@ class StreamClock:
             self.added, self.reduced = (self.micro_batches - 1) * self.traffic.added, self.traffic.reduced
         self._kinds: dict[tuple[str, ...], list[_Kind]] = {}
         self._layers: dict[tuple[tuple[str, ...], _State], list[tuple[Turn, Turn]]] = {}
+        self._known: dict[tuple[Checkpointing, int], float] = {}
         self._link = engines.Links(hardware, rates, rehearsal)
 
     def seconds(self, depth: Checkpointing, resident: int) -> float:
-        turns = self.turns(depth, resident)
-        return self.follow(turns) + self.slowed_s(turns) + self.added + self.reduced + sum(self.step)
+        key = depth, resident
+        if key not in self._known:
+            turns = self.turns(depth, resident)
+            self._known[key] = self.follow(turns) + self.slowed_s(turns) + self.added + self.reduced + sum(self.step)
+        return self._known[key]
 
     def follow(self, turns: Sequence[Turn]) -> float:
         return follow(

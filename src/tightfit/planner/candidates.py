@@ -392,7 +392,7 @@ def _room_for_states(shape: ModelShape, base: Levers, hardware: Hardware) -> lis
         return replace(base, buckets=replace(base.buckets, optimizer_buffer_count=count))
 
     def fits(count: int) -> bool:
-        held = Scale(shape, with_room(count), hardware).steady(Checkpointing(layers=None)).host
+        held = Scale(shape, with_room(count), hardware).host_bytes(Checkpointing(layers=None))
         return ram is not None and held <= FILLED * ram
 
     counts = range(BUFFERS, max(BUFFERS, len(trained)) + 1)

@@ -69,7 +69,7 @@ class Ladder:
         self._depths: dict[int, Checkpointing] = {self.last: self.deepest, 0: BARE}
 
     def _weigh_host(self, layers: int) -> int:
-        return self.scale.steady(replace(self.deepest, layers=layers)).host
+        return self.scale.host_bytes(replace(self.deepest, layers=layers))
 
     @cached_property
     def scale(self) -> Scale:

@@ -191,7 +191,7 @@ def leaves_room(question: Question, levers: Levers) -> bool:
     ram = question.hardware.host_ram_bytes
     if not updates_ahead(levers) or "update" in question.pinned or ram is None:
         return True
-    return Scale(question.shape, levers, question.hardware).steady(FULL).host <= FILLED * ram
+    return Scale(question.shape, levers, question.hardware).host_bytes(FULL) <= FILLED * ram
 
 
 def _shared_layers(question: Question, found: SearchResult) -> list[Levers]:

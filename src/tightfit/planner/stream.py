@@ -43,7 +43,7 @@ def keep_enough(question: Question, levers: Levers) -> Levers:
     ram, shape = question.hardware.host_ram_bytes, question.shape
     if ram is None or "resident" in question.pinned or levers.method == "full":  # which has all of them there
         return levers
-    missing = Scale(shape, levers, question.hardware).steady(FULL).host - ram
+    missing = Scale(shape, levers, question.hardware).host_bytes(FULL) - ram
     layers = units_of(shape, levers).layers
     for resident in range(len(layers) + 1):
         held = sum([unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))])
