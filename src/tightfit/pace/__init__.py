@@ -17,7 +17,7 @@ turn, `stream.py` has the whole step. `clock.py` has the times of many ways at o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import hypot
 
 from tightfit.memory import estimate
@@ -27,6 +27,7 @@ from tightfit.pace import engines, stream
 from tightfit.pace.clock import TIE_S, Clock, KernelChoice, RowClock, clock_of
 from tightfit.pace.pipeline import RowTime, find_waits, hand_over_each_s
 from tightfit.pace.rates import (
+    Known,
     Rates,
     assumptions,
     find_model_spread,
@@ -57,7 +58,8 @@ def pace(
     causes = _causes(shape, levers, hardware, rates, rehearsal=rehearsal)
     step_s = sum(causes.values())
     used: dict[str, RateUsed] = {}
-    for name, each in known.items() if ranged else ():
+    for name in _list_that_matter(known, levers, hardware) if ranged else ():
+        each = known[name]
         slower = slow_down(rates, name, 1 + each.spread)
         open_s = sum(_causes(shape, levers, hardware, slower, rehearsal=rehearsal).values()) - step_s
         if open_s > LEAST_OPEN * step_s:
@@ -75,6 +77,18 @@ def pace(
         because=assumptions(hardware, levers),
         warm_up_s=warm_up_s(shape, levers),
     )
+
+
+def _list_that_matter(known: Mapping[str, Known], levers: Levers, hardware: Hardware) -> list[str]:
+    """The rates that a step can depend on, less those that it does not as can be seen without pricing it once more."""
+    matters = {
+        "link": hardware.world > 1,
+        "network": hardware.nodes > 1,
+        "nvme": "nvme" in (levers.offload_optimizer, levers.offload_param),
+        "host_optimizer": levers.steps_on_host,
+        "unpacking": levers.method == "qlora",
+    }
+    return [name for name in known if matters.get(name, True)]
 
 
 def step_seconds(shape: ModelShape, levers: Levers, hardware: Hardware) -> float:

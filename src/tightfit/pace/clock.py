@@ -95,6 +95,7 @@ class Clock:
         self.step_s = sum(engines.step(shape, strategy, hardware, self.rates, rehearsal=False))
         self._traffic: dict[tuple[Buckets, Compile], Traffic] = {}
         self._passes: dict[Computed, PassTimes] = {}
+        self._bounds: dict[Computed, float] = {}
         self._back: dict[_BackKey, _Backward] = {}
         self._settings: dict[tuple[Computed, bool], Setting] = {}
 
@@ -151,9 +152,12 @@ class Clock:
 
     def bound_s(self, rest: Levers, choice: KernelChoice) -> float:
         """No depth takes less: what the GPU computes when nothing recomputes, a little less as above."""
-        passes = self._passes_of(rest, choice)
-        busy = passes.forward_gpu + passes.back_gpu
-        return (self.step_s + rest.accumulation * busy) * (1 - 1e-9)
+        key = computing_key(rest, choice)
+        if key not in self._bounds:
+            passes = self._passes_of(rest, choice)
+            busy = passes.forward_gpu + passes.back_gpu
+            self._bounds[key] = (self.step_s + rest.accumulation * busy) * (1 - 1e-9)
+        return self._bounds[key]
 
     def own_s(self, rest: Levers, choice: KernelChoice) -> float:
         """What the GPU itself computes and moves in a step in which nothing recomputes."""

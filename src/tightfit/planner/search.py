@@ -424,7 +424,8 @@ def _move_layers(question: Question, runners: list[Runner], way: Way | None, mos
         own = balance(question, way.levers)
         if own.step_s < most_s:
             levers, most_s = own.levers, own.step_s
-    levers = find_balanced(question, [(runner.corner, runner.times) for runner in runners], most_s) or levers
+    race = [(runner.corner, runner.times) for runner in runners if runner.least_s < most_s]
+    levers = find_balanced(question, race, most_s) or levers
     return way if levers is None else _way(question, levers, fits=True)
 
 
