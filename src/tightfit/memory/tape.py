@@ -263,13 +263,14 @@ def _walk_forward(
     peak = again = most = live
     stop = _runs_again(ops)
     borders = [border for _, since, until in tape.calls for border in (since, until)]
+    places = set(borders)
     passed: list[int] = []
     """The most up to each border."""
     calls: list[int] = []
     for i, op in enumerate(ops):
         if i == stop:
             again = peak
-        while len(passed) < len(borders) and i == borders[len(passed)]:
+        while i in places and len(passed) < len(borders) and i == borders[len(passed)]:
             if len(passed) % 2 == 0:
                 calls.append(live if passed else most)  # what comes before the first one belongs to its call
             passed.append(most)

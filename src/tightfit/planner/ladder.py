@@ -66,6 +66,7 @@ class Ladder:
                 self.deepest = replace(self.deepest, layers=self.depths[-1])
         self.last = len(self.depths) - 1
         self.weighed: dict[Checkpointing, Weight] = {}
+        self.floors: dict[Checkpointing, int] = {}
         self._depths: dict[int, Checkpointing] = {self.last: self.deepest, 0: BARE}
 
     def _weigh_host(self, layers: int) -> int:
@@ -136,7 +137,10 @@ class Ladder:
 
     def _least(self, depth: Checkpointing) -> int:
         """The excess is no less."""
-        return floor_excess(self.question, self.scale, depth) if self._prunes else 0
+        return self._floor_at(depth) if self._prunes else 0
+
+    def _least_weight(self, depth: Checkpointing) -> tuple[float, int]:
+        return least_weight(self.question, self.scale, depth, self._floor_at(depth))
 
     def _fits(self, depth: Checkpointing) -> bool:
         return not self._least(depth) and not self._weigh(depth).excess
@@ -157,7 +161,7 @@ class Ladder:
     def may_fit(self) -> bool:
         """As far as floors can tell, with what the host holds: seen without weighing any depth."""
         depths = (self.deepest, OFFLOADED, BARE) if self.corner.searched else (self.corner.levers.checkpointing,)
-        return any(not least_weight(self.question, self.scale, depth)[1] for depth in depths)
+        return any(not self._least_weight(depth)[1] for depth in depths)
 
     def fits_deepest(self) -> bool:
         return self._fits(self.deepest) if self.corner.searched else not self._at(self.last).excess
@@ -175,7 +179,7 @@ class Ladder:
             return best
         for depth in (*((OFFLOADED,) if self.offloads else ()), self.deepest, BARE):
             levers = self.at(depth)
-            least = (*least_weight(self.question, self.scale, depth), complexity(levers, 1))
+            least = (*self._least_weight(depth), complexity(levers, 1))
             if best is None or (depth not in self.weighed and least < best.distance):
                 weighed = Weighed(levers, self._weigh(depth))
                 best = weighed if best is None or weighed.distance < best.distance else best
@@ -205,7 +209,13 @@ class Ladder:
         return weight
 
     def _floor(self, index: int) -> int:
-        return floor_excess(self.question, self.scale, self.depth_at(index))
+        return self._floor_at(self.depth_at(index))
+
+    def _floor_at(self, depth: Checkpointing) -> int:
+        floor = self.floors.get(depth)
+        if floor is None:
+            floor = self.floors[depth] = floor_excess(self.question, self.scale, depth)
+        return floor
 
     @property
     def _rise(self) -> int:

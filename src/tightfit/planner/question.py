@@ -194,10 +194,9 @@ def _required_bytes(totals: Totals, hardware: Hardware) -> int:
     return totals.require(totals.peak)
 
 
-def least_weight(question: Question, scale: Scale, depth: Checkpointing) -> tuple[float, int]:
-    """No less than this are the share and the excess of a way's weight."""
-    hardware, limit = question.hardware, question.gpu_limit_bytes
-    over, steady = floor_excess(question, scale, depth), scale.steady(depth)
+def least_weight(question: Question, scale: Scale, depth: Checkpointing, over: int) -> tuple[float, int]:
+    """No less than this are the share and the excess of a way's weight. `over`: its `floor_excess`."""
+    hardware, limit, steady = question.hardware, question.gpu_limit_bytes, scale.steady(depth)
     if question.caps or question.calibration is not None:
         return over / max(limit, 1), over
     building = required_bytes(steady.init, hardware, scale.levers.groups)
