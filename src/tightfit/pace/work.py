@@ -40,6 +40,7 @@ MODULES_OF_AN_ADAPTER = 4  # PEFT's wrapper, dropout, A and B around a linear la
 EXCHANGES = 4  # of queries, keys, values and what attention makes of them
 WIDE_HEAD = 128
 ELEMENTWISE = PARTS[:1]
+LEAST_KEYS = 512  # with fewer, eager attention's scores may be smaller than what others hold instead
 """What all compiled layers recompute as soon as one recomputes anything."""
 BACKWARD_OPERATIONS = 1.0
 """Host time of an operation's backward over its forward: no Python, but twice the kernels. Measured."""
@@ -414,6 +415,28 @@ def _attention(block: Block, setting: Setting, card: Card) -> tuple[float, float
     once = flops * keys / (getattr(card, name) * share) + card.product_start_s
     wide = kernel == "efficient" and mixer.head_dim > WIDE_HEAD
     return once, once * (constants.WIDE_EFFICIENT_BACK if wide else constants.ATTENTION_BACK[name])
+
+
+def outdoes_eager(shape: ModelShape, setting: Setting, card: Card) -> bool:
+    """Whether what `setting` has for attention is no slower and holds no more than eager attention, in every layer and
+    whatever else is chosen. Eager attention computes all scores, and moves them at least for the softmax: in and out,
+    and once more on the way back. Where scores are few, they may be the smaller."""
+    eager = replace(setting, attention="eager")
+    for block in shape.blocks:
+        mixer = block.mixer
+        if not isinstance(mixer, Attention) or kernel_of(mixer, setting) == "eager":  # that very one
+            continue
+        is_short = setting.sequence < max(LEAST_KEYS, 2 * mixer.head_dim)
+        if is_short or kernel_of(mixer, setting) == "math":
+            return False
+        own, inside = cut_block(block, setting.tensor), inside_of(setting)
+        assert isinstance(own.mixer, Attention)
+        once, back = _attention(own, inside, card)
+        least, least_back = _attention(own, inside_of(eager), card)
+        moved_s = setting.width * setting.tokens * own.mixer.heads * setting.sequence / card.memory
+        if once > least + 2 * moved_s or back > least_back + 3 * moved_s:
+            return False
+    return True
 
 
 def exchange_s(shape: ModelShape, setting: Setting, card: Card) -> float:

@@ -24,11 +24,13 @@ from tightfit.inputs.flags import (
 )
 from tightfit.inputs.layouts import find_group_obstacle, find_stream_obstacle
 from tightfit.memory import Scale
+from tightfit.memory.activations import setting_of
 from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.memory.units import BUFFERS, units_of, updates_ahead
 from tightfit.messages import Listing, Message
 from tightfit.pace import TIE_S, KernelChoice
-from tightfit.pace.work import ELEMENTWISE
+from tightfit.pace.rates import rates_of
+from tightfit.pace.work import ELEMENTWISE, outdoes_eager
 from tightfit.planner.selection import selections
 from tightfit.planner.trainers import Abilities
 from tightfit.types import (
@@ -351,13 +353,16 @@ def _micro_batches(base: Levers, pinned: Pinned, share: int) -> list[int]:
 def attention_choices(
     shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware
 ) -> tuple[AttentionKernel, ...]:
-    """`flash` is a package of its own: tried only where sdpa cannot do the same, as with a sliding window."""
+    """`flash` is a package of its own: tried only where sdpa cannot do the same, as with a sliding window. `eager` only
+    where it may be faster or hold less than sdpa."""
     mixers = [block.mixer for block in shape.blocks if isinstance(block.mixer, Attention)]
     if "attention" in pinned or not mixers:
         return (base.attention,)
     windowed = any(m.sliding_window is not None and m.sliding_window <= base.sequence for m in mixers)
     tries_flash = windowed and base.precision != "fp32" and (hardware.gpu.sm or 0) >= 80
-    return ("sdpa", "flash", "eager") if tries_flash else ("sdpa", "eager")
+    setting = setting_of(base.change(micro_batch=1, attention="sdpa"), hardware.gpu, shape.model_type)
+    tries_eager = not outdoes_eager(shape, setting, rates_of(hardware, base.precision).card)
+    return ("sdpa", *(("flash",) if tries_flash else ()), *(("eager",) if tries_eager else ()))
 
 
 def _scans(shape: ModelShape, base: Levers, pinned: Pinned, hardware: Hardware, trainer: Abilities) -> tuple[Scan, ...]:
