@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from heapq import heapify, heappop, heappush
 from itertools import islice, product
 from math import inf
@@ -395,16 +395,14 @@ def search_strategy(question: Question, task: Task) -> Found:
     own = every[task.part :: task.parts]
     deepest = count_depths(question.shape, levers)
     considered = sum([corner.count_depths(deepest, partial=question.partial) for corner in own])
-    if levers.streams:
-        runners, least_s = list[Runner](), stream.least_s(question, levers) if own else inf
-    else:
-        runners = _line_up(question, levers, own)
-        least_s = min([runner.least_s for runner in runners], default=inf)
-    if least_s > most_s + TIE_S:
-        return Found(None, considered)
+    line_up = cache(partial(_line_up, question, levers, own))  # which takes long, where nothing may fit
+    if most_s < inf:
+        bounds = [stream.least_s(question, levers)] if levers.streams else [runner.least_s for runner in line_up()]
+        if not own or min(bounds) > most_s + TIE_S:
+            return Found(None, considered)
     ladders, way = [Ladder(question, corner) for corner in frugal(every)], None
     if _can_fit(ladders, floors=not task.nearest):
-        won = stream.race(question, own, most_s) if levers.streams else _race(question, runners, ladders, most_s)
+        won = stream.race(question, own, most_s) if levers.streams else _race(question, line_up(), ladders, most_s)
         way = None if won is None else _way(question, won, fits=True)
     elif task.nearest:
         closest: Weighed | None = None
@@ -412,7 +410,7 @@ def search_strategy(question: Question, task: Task) -> Found:
             closest = ladder.nearest(closest)
         way = None if closest is None else _way(question, closest.levers, fits=False)
     if _moves_layers(question, levers):
-        way = _move_layers(question, runners, way, most_s)
+        way = _move_layers(question, line_up(), way, most_s)
     return Found(way, considered)
 
 
