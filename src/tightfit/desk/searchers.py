@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -32,7 +33,8 @@ from tightfit.types import ModelShape
 
 MOST = 4  # helpers; a question has about a dozen parts, and a few of them take most of the time
 GARBAGE = 50_000  # new objects that are looked through together: what a search makes goes by itself, but for little
-BEHIND = 10  # by which helpers are nicer than the server: where both compute, whoever moves a slider waits for that
+BEHIND = 5  # by which helpers are nicer than the server, in whose session they are: bars go before the exact answer
+REST_S = 1.0  # without a task, after which a helper looks through what is new, rather than while somebody waits
 LOOK_S = 0.02  # between two looks whether the answer is still wanted
 MODELS = 16  # that a helper remembers
 READY, ABANDON = "ready", "abandon"
@@ -67,7 +69,6 @@ class Helper:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C is for the server
                 cwd=Path(__file__).parents[2],  # where nothing stands in the way of our own modules
             )
 
@@ -230,12 +231,18 @@ def serve() -> None:
             os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
-    gc.freeze()
-    gc.set_threshold(GARBAGE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     os.nice(BEHIND)
+    gc.freeze()
+    gc.set_threshold(20 * GARBAGE)
     line.send(READY)
     while True:
-        line.send(_find(*jobs.get()))
+        try:
+            job = jobs.get(timeout=REST_S)
+        except queue.Empty:
+            gc.collect(0)
+            job = jobs.get()
+        line.send(_find(*job))
 
 
 def _find(question: Question, task: Task, abandoned: threading.Event) -> Found | None:

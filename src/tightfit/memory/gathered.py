@@ -660,7 +660,7 @@ def gather(model: Model, passes: Passes, limits: GatherLimits, parts_from_host: 
     return summary(*_logs(model, passes, limits), parts_from_host)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _logs(model: Model, passes: Passes, limits: GatherLimits) -> tuple[tuple[Stretch, ...], list[Log]]:
     none, every = (replace(passes, recompute=depth, input_grad=True) for depth in (0, len(model.layers)))
     if passes in (none, every):
