@@ -14,7 +14,14 @@ from tightfit.planner.candidates import attention_choices, corners
 from tightfit.planner.question import Question
 from tightfit.types import Levers
 
-GPUS = ("2xRTX4090", "1xRTX3090", "2xH100", "2xA100-80GB", "1xK100-64GB", "1xMI300X", "1x4GB", "2xL40S")
+SEVERAL = ("2xH100", "2xA100-80GB", "1xMI300X", "2xL40S")
+GPUS = (
+    "2xRTX4090",
+    "1xRTX3090",
+    "1xK100-64GB",
+    "1x4GB",
+    *(pytest.param(each, marks=pytest.mark.slow) for each in SEVERAL),
+)
 MODELS = ("llama-3.1-8b", "qwen1.5-0.5b", "gemma-3-27b", "7b_mamba")
 SEQUENCES = (512, 1024, 4096, 32768)
 

@@ -114,8 +114,8 @@ SITUATIONS: dict[str, Situation] = {
         "full",
         "4xA100-80GB",
         "512GB",
-        "16 bytes a parameter over four cards are 102 GiB: the optimizer must go to the host, which then needs nearly "
-        "all of its RAM. Weights and gradients of 4 bytes a parameter stay.",
+        "16 bytes a parameter over four cards are 102 GiB: weights and states wait on the host, which they fill to "
+        "nine tenths, and stream. Four sequences pass a layer together, and a third of the layers keep all of theirs.",
     ),
     "004 27B full 4xA100, host of 256GB": Situation(
         "gemma-3-27b",
@@ -137,8 +137,9 @@ SITUATIONS: dict[str, Situation] = {
         "lora",
         "4x24GB",
         "256GB",
-        "12.8 GiB of shared weights fit if all layers recompute and their inputs wait on the host; with the weights on "
-        "the host too a few layers would keep theirs, which is too close to call, and takes four times the RAM.",
+        "One copy of the weights waits on the host for all four cards, and of what layers keep as much as leaves a "
+        "tenth of the RAM: on the cards is room for two sequences a pass. 12.8 GiB of shared weights would fit too, if all "
+        "layers recomputed and their inputs waited on the host.",
     ),
 }
 
