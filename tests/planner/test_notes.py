@@ -138,8 +138,8 @@ SITUATIONS: dict[str, Situation] = {
         "4x24GB",
         "256GB",
         "One copy of the weights waits on the host for all four cards, and of what layers keep as much as leaves a "
-        "tenth of the RAM: on the cards is room for two sequences a pass. 12.8 GiB of shared weights would fit too, if all "
-        "layers recomputed and their inputs waited on the host.",
+        "tenth of the RAM: on the cards is room for two sequences a pass. 12.8 GiB of shared weights would fit too, if "
+        "all layers recomputed and their inputs waited on the host.",
     ),
 }
 
