@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 SOURCES := pyproject.toml constraints.txt
 CHROMIUM := /usr/bin/chromium
+BROWSER := chromium fonts-wqy-microhei  # and a font with Chinese characters, which it has none of itself
 
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal $(FLAGS)
 
@@ -37,7 +38,7 @@ $(VENV)/.train: $(SOURCES) | $(BIN)/python
 $(VENV)/.ready: $(VENV)/.train
 	$(PIP) install -c constraints.txt -e '.[train,qlora,kernels,tensorboard,web,dev]'
 	@if [ ! -x $(CHROMIUM) ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-		(apt-get install -qy chromium || { apt-get update -q && apt-get install -qy chromium; }) > /dev/null 2>&1 || \
+		(apt-get install -qy $(BROWSER) || { apt-get update -q && apt-get install -qy $(BROWSER); }) > /dev/null 2>&1 || \
 		echo "chromium cannot be installed: the tests of the page in a browser will be skipped"; fi
 	touch $@
 
