@@ -7,7 +7,7 @@ What a program can do is told by the release that it was built from: `0.19.0+git
 from __future__ import annotations
 
 import re
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from packaging.version import VERSION_PATTERN, InvalidVersion, Version
 
@@ -45,10 +45,8 @@ def is_version(text: str) -> bool:
         return False
 
 
-@cache
 def find_installed(package: str) -> str | None:
-    """The version of a package that is installed here; None: there is none, or none that can be read. Looked up once:
-    whoever moves a slider on the page asks for it every time."""
+    """The version of a package that is installed here; None: there is none, or none that can be read."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -126,7 +126,7 @@ class _Entrance(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.gradient.value = gradient
         return None, None, None
 
@@ -138,7 +138,7 @@ class _Exit(torch.autograd.Function):
         return made.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         return ctx.gradient.take(), None
 
 
