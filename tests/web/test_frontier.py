@@ -52,3 +52,20 @@ def test_the_map_fills_and_each_place_opens_the_question_that_it_answers(
     assert next(reversed(frontier._maps.values())).process is process
     assert "host-ram=16GB" in again
     assert visitor.get("/plan/frontier?card=notacard").status_code == 400
+
+
+def test_a_map_that_nobody_asks_for_is_left_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "PATIENCE_S", 0.0)
+    visitor, query = client(tmp_path), QUERY.replace("12GB", "11GB")
+    visitor.get(f"/plan/frontier?{query}")
+    drawn = next(reversed(frontier._maps.values()))
+    assert drawn.process is not None
+    left = drawn.process
+    assert left.wait(PATIENCE_S) < 0, "it was ended, long before it was through"
+    monkeypatch.setattr(frontier, "PATIENCE_S", PATIENCE_S)
+    until = time.monotonic() + PATIENCE_S
+    while visitor.get(f"/plan/frontier?{query}").status_code == 200 and not drawn.places:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert drawn.process is not left
+    drawn.process.terminate()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tightfit.web.plan_answer import AddressQuestion, is_at_hand
 KEEPS = ("for", "gpus", "card", "nodes", "host_ram", "nvme", "network", "link", "precision", "optimizer", "margin")
 """What of a question the map is for; all else is what it varies, or is left to the planner."""
 MOST_MAPS = 16
-PATIENCE_S = 20.0  # without anybody who asks
+PATIENCE_S = 10.0  # without anybody who asks
 
 
 @dataclass(eq=False)
@@ -124,7 +125,18 @@ def _start(drawn: Map, said: dict[str, Any], models: list[str]) -> None:
     assert process.stdin is not None
     with process.stdin:
         json.dump({"said": said, "models": models, "sequences": SEQUENCES}, process.stdin)
-    threading.Thread(target=_read, args=(drawn, process), name="tightfit-frontier", daemon=True).start()
+    for work in (_read, _watch):
+        threading.Thread(target=work, args=(drawn, process), name="tightfit-frontier", daemon=True).start()
+
+
+def _watch(drawn: Map, process: subprocess.Popen[str]) -> None:
+    """End it once nobody asks any more, in the middle of a place too: what is known by then stays known."""
+    while process.poll() is None:
+        left_s = drawn.asked_at + PATIENCE_S - time.monotonic()
+        if left_s < 0:
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(left_s, 1.0))
 
 
 def _read(drawn: Map, process: subprocess.Popen[str]) -> None:
@@ -135,9 +147,6 @@ def _read(drawn: Map, process: subprocess.Popen[str]) -> None:
             known = drawn.places.get((place.model, place.sequence))
             if known is None or not known.is_whole:
                 drawn.places[place.model, place.sequence] = place
-            if time.monotonic() - drawn.asked_at > PATIENCE_S:
-                process.terminate()
-                break
     drawn.is_broken = process.wait() > 0
 
 
