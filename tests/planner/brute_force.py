@@ -11,12 +11,12 @@ from tightfit.inputs.flags import BARE
 from tightfit.memory import estimate
 from tightfit.memory.units import layer_bytes, units_of
 from tightfit.pace import pace
-from tightfit.planner.candidates import complexity, corners, strategies
+from tightfit.planner.candidates import FILLED, complexity, corners, strategies
 from tightfit.planner.ladder import OFFLOADED
 from tightfit.planner.question import Question, excess_bytes
 from tightfit.planner.search import is_measured, leaves_room
 from tightfit.planner.stream import WORTH
-from tightfit.types import Hardware, Levers
+from tightfit.types import Footprint, Hardware, Levers
 
 Chosen = tuple[tuple[float, tuple[int, ...]], Levers, int]
 """Rank, levers and number of GPUs."""
@@ -45,6 +45,8 @@ def best(question: Question) -> Chosen | None:
             for count in residents(asked, levers):
                 fewer = replace(levers, resident=count)
                 frees = count < levers.resident and held(asked, fewer) < held(asked, levers)
+                if frees and levers.method != "full":  # they are not to fill the host instead
+                    frees = share_of_ram(asked, estimate(asked.shape, fewer, hardware.world, hardware)) <= FILLED
                 if frees and rank(fewer)[0] <= most_s and fits(asked, fewer):
                     own = (rank(fewer), fewer, hardware.world)
                     break
@@ -54,7 +56,16 @@ def best(question: Question) -> Chosen | None:
 
 def fits(question: Question, levers: Levers) -> bool:
     hardware = question.hardware
-    return not excess_bytes(question, estimate(question.shape, levers, hardware.world, hardware))
+    footprint = estimate(question.shape, levers, hardware.world, hardware)
+    if excess_bytes(question, footprint):
+        return False
+    sends = levers.checkpointing.offload and levers.checkpointing.select
+    return not sends or share_of_ram(question, footprint) <= FILLED
+
+
+def share_of_ram(question: Question, footprint: Footprint) -> float:
+    ram = question.hardware.host_ram_bytes
+    return 0.0 if ram is None else footprint.host.peak_bytes_per_node / ram
 
 
 def held(question: Question, levers: Levers) -> int:

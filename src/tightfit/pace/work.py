@@ -39,8 +39,8 @@ MODULES_WITHOUT_WEIGHTS = 4  # the layer itself, its mixer, its MLP and the acti
 MODULES_OF_AN_ADAPTER = 4  # PEFT's wrapper, dropout, A and B around a linear layer
 EXCHANGES = 4  # of queries, keys, values and what attention makes of them
 WIDE_HEAD = 128
-ELEMENTWISE = PARTS[:1]
 LEAST_KEYS = 512  # with fewer, eager attention's scores may be smaller than what others hold instead
+ELEMENTWISE = PARTS[:1]
 """What all compiled layers recompute as soon as one recomputes anything."""
 BACKWARD_OPERATIONS = 1.0
 """Host time of an operation's backward over its forward: no Python, but twice the kernels. Measured."""

@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from tightfit.inputs.flags import BARE
@@ -58,10 +59,14 @@ class Ladder:
         if corner.searched:
             self.depths = corner.depths(count_depths(question.shape, corner.rest), partial=question.partial)
             self.deepest = corner.rest.checkpointing
+        self.room_bytes = inf  # on the host
+        self.is_cut = False  # more layers could send what they keep, had the host room for it
         if corner.searched and self.deepest.offload and (ram := question.hardware.host_ram_bytes) is not None:
-            room = FILLED * ram if self.deepest.select else ram  # whole layers send little, and where nothing else fits
-            if self._weigh_host(self.depths[-1]) > room:  # what more layers send the host cannot hold
-                self.depths = self.depths[: bisect_right(self.depths, room, lo=1, key=self._weigh_host)]
+            # whole layers send little, and where nothing else fits
+            self.room_bytes = FILLED * ram if self.deepest.select else ram
+            if self.weigh_host(self.depths[-1]) > self.room_bytes:
+                self.is_cut = True
+                self.depths = self.depths[: bisect_right(self.depths, self.room_bytes, lo=1, key=self.weigh_host)]
             if self.depths[-1] < question.shape.n_layers:
                 self.deepest = replace(self.deepest, layers=self.depths[-1])
         self.last = len(self.depths) - 1
@@ -69,7 +74,8 @@ class Ladder:
         self.floors: dict[Checkpointing, int] = {}
         self._depths: dict[int, Checkpointing] = {self.last: self.deepest, 0: BARE}
 
-    def _weigh_host(self, layers: int) -> int:
+    def weigh_host(self, layers: int) -> int:
+        """What it holds where so many layers recompute."""
         return self.scale.host_bytes(replace(self.deepest, layers=layers))
 
     @cached_property

@@ -22,13 +22,13 @@ from tightfit.inputs.flags import BARE
 from tightfit.memory import Scale
 from tightfit.memory.activations import setting_of
 from tightfit.memory.overhead import ALLOCATOR_SLACK
-from tightfit.memory.units import layer_bytes, stays, units_of, updates_ahead, waits_for_norm
+from tightfit.memory.units import Unit, layer_bytes, stays, units_of, updates_ahead, waits_for_norm
 from tightfit.pace import TIE_S
 from tightfit.pace.clock import Computed, computing_key
 from tightfit.pace.rates import rates_of
 from tightfit.pace.stream import StreamClock, update_s
 from tightfit.pace.work import frozen_of, least_products_s, passes_of
-from tightfit.planner.candidates import Corner, find_simplest
+from tightfit.planner.candidates import FILLED, Corner, find_simplest
 from tightfit.planner.ladder import FULL, OFFLOADED, Ladder
 from tightfit.planner.question import Question, totals_tell, weight_of
 from tightfit.planner.wanted import check_wanted
@@ -36,6 +36,7 @@ from tightfit.types import PARTS, Checkpointing, Levers
 
 WORTH = 0.005
 """Of a step, what layers that stay have to save."""
+TRIED = 4  # numbers of layers that stay so that the host has more room
 
 
 def keep_enough(question: Question, levers: Levers) -> Levers:
@@ -46,10 +47,14 @@ def keep_enough(question: Question, levers: Levers) -> Levers:
     missing = Scale(shape, levers, question.hardware).host_bytes(FULL) - ram
     layers = units_of(shape, levers).layers
     for resident in range(len(layers) + 1):
-        held = sum([unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))])
-        if held >= missing:
+        if held_bytes(layers, resident) >= missing:
             return replace(levers, resident=resident)
     return levers
+
+
+def held_bytes(layers: Sequence[Unit], resident: int) -> int:
+    """Weights of the layers that stay on the GPU, which the host need not have where they are frozen."""
+    return sum([unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))])
 
 
 def least_s(question: Question, levers: Levers) -> float:
@@ -77,7 +82,7 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
     clocks: dict[Levers, StreamClock] = {}
     runners: dict[int, Runner] = {}
     computing = dict[Computed, float]()
-    waiting = list[tuple[float, int]]()
+    waiting, corners, count = list[tuple[float, int]](), [*corners], len(corners)
     for number, corner in enumerate(corners):
         key = computing_key(corner.rest, corner.choice)
         if key not in computing:
@@ -90,6 +95,10 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
         if number not in runners:
             runners[number] = Runner(question, corners[number], clocks)
             heappush(waiting, (max(bound, runners[number].least_s), number))
+            if number < count:
+                for corner in runners[number].list_roomier():
+                    heappush(waiting, (bound, len(corners)))
+                    corners.append(corner)
             continue
         runner = runners[number]
         if runner.raise_least() > bound:
@@ -105,8 +114,8 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
 
 
 def leave_room(question: Question, levers: Levers, most_s: float) -> Levers:
-    """With no more layers on the GPU than make a difference. Layers may differ in size, and which of them stay depends
-    on how many do: fewer may hold more."""
+    """With no more layers on the GPU than make a difference, unless frozen ones would fill the host's RAM instead.
+    Layers may differ in size, and which of them stay depends on how many do: fewer may hold more."""
     if "resident" in question.pinned:
         return levers
     shape, hardware, depth = question.shape, question.hardware, levers.checkpointing
@@ -114,11 +123,13 @@ def leave_room(question: Question, levers: Levers, most_s: float) -> Levers:
     longest_s = min(clock.seconds(depth, levers.resident) * (1 + WORTH), most_s + TIE_S)
     counts = range(keep_enough(question, replace(levers, resident=0)).resident, levers.resident)
     enough = bisect_left(counts, True, key=lambda count: clock.seconds(depth, count) <= longest_s)
-    layers = units_of(shape, levers).layers
+    layers, ram = units_of(shape, levers).layers, hardware.host_ram_bytes
     for count in counts[enough:]:
         fewer = replace(levers, resident=count)
-        frees = layer_bytes(layers, count) < layer_bytes(layers, levers.resident)
-        if frees and not weight_of(question, Scale(shape, fewer, hardware), depth).excess:
+        scale = Scale(shape, fewer, hardware)
+        fills = levers.method != "full" and ram is not None and scale.host_bytes(depth) > FILLED * ram
+        frees = not fills and layer_bytes(layers, count) < layer_bytes(layers, levers.resident)
+        if frees and not weight_of(question, scale, depth).excess:
             return fewer
     return levers
 
@@ -139,7 +150,7 @@ class Runner:
         self.question, self.corner = question, corner
         shape, hardware = question.shape, question.hardware
         depth = Checkpointing(layers=0, select=corner.rest.checkpointing.select and PARTS)
-        alike = corner.levers.change(checkpointing=depth)
+        alike = corner.levers.change(checkpointing=depth, resident=0)
         if alike not in clocks:
             clocks[alike] = StreamClock(shape, alike, hardware, rates_of(hardware, alike.precision))
         self.clock = clocks[alike]
@@ -148,6 +159,21 @@ class Runner:
         pinned = "resident" in question.pinned
         self.least, self.most = corner.rest.resident, corner.rest.resident if pinned else shape.n_layers
         self.least_s = self.clock.seconds(BARE if corner.searched else corner.rest.checkpointing, self.most)
+
+    def list_roomier(self) -> list[Corner]:
+        """With more frozen layers on the GPU, and nowhere else: the host has room for what others keep. As many as let
+        all of them send it, or three quarters of those that could not, half or a quarter."""
+        if not self.ladder.is_cut or self.corner.rest.method == "full" or "resident" in self.question.pinned:
+            return []
+        depths = self.corner.depths(self.question.shape.n_layers, partial=self.question.partial)
+        beyond, enough = depths[len(self.ladder.depths) :], set[int]()
+        for share in range(1, TRIED + 1):
+            missing = self.ladder.weigh_host(beyond[-(-len(beyond) * share // TRIED) - 1]) - self.ladder.room_bytes
+            spared = held_bytes(self.layers, self.least) + missing
+            enough.add(
+                next((n for n in range(self.least, self.most) if held_bytes(self.layers, n) >= spared), self.most)
+            )
+        return [replace(self.corner, rest=replace(self.corner.rest, resident=count)) for count in sorted(enough)]
 
     def raise_least(self) -> float:
         """What it takes at least, as far as floors can tell where it may fit; infinite: nowhere."""
