@@ -132,6 +132,43 @@ def test_the_choice_is_that_of_trying_everything_anywhere(question: Question, se
         assert something_fits(asked) == (expected is not None)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "seed", [4, 38, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (*range(4), *range(5, 38)))]
+)
+def test_what_streams_and_may_send_is_as_fast_as_trying_everything(seed: int) -> None:
+    """On a card that one way fills, and on a host that another one fills, which sends."""
+    random = seeded(seed)
+    hidden = random.choice([1024, 2048])
+    shape = built(
+        random.choice(["llama", "llama", "gemma3_text", "gpt_neox"]),
+        random.randint(3, 6),
+        hidden,
+        random.choice([5000, 50_000]),
+        random.random() < 0.5,
+    )
+    method = random.choice(["lora", "lora", "full"])
+    question = ask(
+        shape,
+        machine(random.choice(["1xRTX4090", "1xRTX4090", "2xRTX4090", "1xH100"]), "64GB"),
+        method=method,
+        sequence=random.choice([2048, 4096, 8192]),
+        effective_batch=random.choice([4, 8]),
+        levers={"engine": "stream", "attention": "sdpa", "loss": "fused"},
+    )
+    ways = list(brute_force.candidates(question))
+    held, sent = (
+        estimate(asked.shape, levers, asked.hardware.world, asked.hardware)
+        for asked, levers in (random.choice(ways), random.choice([way for way in ways if way[1].checkpointing.offload]))
+    )
+    size = int(held.gpu.required_bytes / (1 - question.margin)) + 1
+    ram = int(sent.host.peak_bytes_per_node * random.choice([1, 1 / 0.9, 1.05, 2])) + 1
+    asked = replace(question, hardware=replace(card(question.hardware, size), host_ram_bytes=ram))
+    found, expected = chosen(asked), brute_force.best(asked)
+    assert something_fits(asked) == (expected is not None)
+    assert (None if found is None else found[0][0]) == (None if expected is None else expected[0][0])
+
+
 # --- in any order -------------------------------------------------------------------------------
 
 

@@ -414,9 +414,12 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     least = min((_buffers(corner.choice.buckets) for corner in all_corners), default=None)
     kept = [each for each in all_corners if each.rest.micro_batch in ends and _buffers(each.choice.buckets) == least]
     # Between the passes a layer that recomputes whole keeps least; in its own turn one may hold less of which a part
-    # was kept.
+    # was kept. Of layers that send what they keep, those that keep more have less to recompute in their turn.
     most = max((len(each.rest.checkpointing.select) for each in kept), default=0)
-    least_kept = [each for each in kept if each.is_whole or len(each.rest.checkpointing.select) == most]
+    least_kept = [
+        each for each in kept
+        if each.is_whole or each.rest.checkpointing.offload or len(each.rest.checkpointing.select) == most
+    ]  # fmt: skip
     return sorted(least_kept, key=_likeliness)
 
 

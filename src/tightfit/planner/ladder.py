@@ -65,8 +65,8 @@ class Ladder:
             # whole layers send little, and where nothing else fits
             self.room_bytes = FILLED * ram if self.deepest.select else ram
             if self.weigh_host(self.depths[-1]) > self.room_bytes:
-                self.is_cut = True
-                self.depths = self.depths[: bisect_right(self.depths, self.room_bytes, lo=1, key=self.weigh_host)]
+                count = bisect_right(self.depths, self.room_bytes, lo=1, key=self.weigh_host)
+                self.is_cut, self.depths = count < len(self.depths), self.depths[:count]
             if self.depths[-1] < question.shape.n_layers:
                 self.deepest = replace(self.deepest, layers=self.depths[-1])
         self.last = len(self.depths) - 1

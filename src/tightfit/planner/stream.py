@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -44,17 +45,26 @@ def keep_enough(question: Question, levers: Levers) -> Levers:
     ram, shape = question.hardware.host_ram_bytes, question.shape
     if ram is None or "resident" in question.pinned or levers.method == "full":  # which has all of them there
         return levers
-    missing = Scale(shape, levers, question.hardware).host_bytes(FULL) - ram
-    layers = units_of(shape, levers).layers
-    for resident in range(len(layers) + 1):
-        if held_bytes(layers, resident) >= missing:
-            return replace(levers, resident=resident)
-    return levers
+
+    def has_room(resident: int) -> bool:
+        way = replace(levers, resident=resident)
+        return Scale(shape, way, question.hardware).host_bytes(FULL) <= ram
+
+    if has_room(0):
+        return replace(levers, resident=0)
+    counts = range(1, shape.n_layers + 1)
+    enough = bisect_left(counts, True, key=has_room)
+    return replace(levers, resident=counts[enough]) if enough < len(counts) else levers
 
 
-def held_bytes(layers: Sequence[Unit], resident: int) -> int:
-    """Weights of the layers that stay on the GPU, which the host need not have where they are frozen."""
-    return sum([unit.bytes for index, unit in enumerate(layers) if stays(index, resident, len(layers))])
+@lru_cache(maxsize=64)
+def held_bytes(layers: tuple[Unit, ...]) -> tuple[int, ...]:
+    """Weights of the layers that stay on the GPU, by how many do: the host need not have them where they are frozen."""
+    count = len(layers)
+    return tuple(
+        sum([unit.bytes for index, unit in enumerate(layers) if stays(index, resident, count)])
+        for resident in range(count + 1)
+    )
 
 
 def least_s(question: Question, levers: Levers) -> float:
@@ -82,7 +92,7 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
     clocks: dict[Levers, StreamClock] = {}
     runners: dict[int, Runner] = {}
     computing = dict[Computed, float]()
-    waiting, corners, count = list[tuple[float, int]](), [*corners], len(corners)
+    waiting, corners, own = list[tuple[float, int]](), [*corners], set(range(len(corners)))
     for number, corner in enumerate(corners):
         key = computing_key(corner.rest, corner.choice)
         if key not in computing:
@@ -95,12 +105,13 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
         if number not in runners:
             runners[number] = Runner(question, corners[number], clocks)
             heappush(waiting, (max(bound, runners[number].least_s), number))
-            if number < count:
-                for corner in runners[number].list_roomier():
-                    heappush(waiting, (bound, len(corners)))
-                    corners.append(corner)
             continue
         runner = runners[number]
+        if number in own:
+            own.remove(number)
+            for corner in runner.list_roomier():
+                heappush(waiting, (bound, len(corners)))
+                corners.append(corner)
         if runner.raise_least() > bound:
             if runner.least_s < inf:
                 heappush(waiting, (runner.least_s, number))
@@ -166,13 +177,11 @@ class Runner:
         if not self.ladder.is_cut or self.corner.rest.method == "full" or "resident" in self.question.pinned:
             return []
         depths = self.corner.depths(self.question.shape.n_layers, partial=self.question.partial)
-        beyond, enough = depths[len(self.ladder.depths) :], set[int]()
+        beyond, held, enough = depths[len(self.ladder.depths) :], held_bytes(self.layers), set[int]()
         for share in range(1, TRIED + 1):
             missing = self.ladder.weigh_host(beyond[-(-len(beyond) * share // TRIED) - 1]) - self.ladder.room_bytes
-            spared = held_bytes(self.layers, self.least) + missing
-            enough.add(
-                next((n for n in range(self.least, self.most) if held_bytes(self.layers, n) >= spared), self.most)
-            )
+            spared = held[self.least] + missing
+            enough.add(next((n for n in range(self.least, self.most) if held[n] >= spared), self.most))
         return [replace(self.corner, rest=replace(self.corner.rest, resident=count)) for count in sorted(enough)]
 
     def raise_least(self) -> float:
