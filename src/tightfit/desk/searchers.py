@@ -234,7 +234,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     os.nice(BEHIND)
     gc.freeze()
-    gc.set_threshold(20 * GARBAGE)
+    gc.set_threshold(20 * GARBAGE)  # for one that never rests
     line.send(READY)
     while True:
         try:

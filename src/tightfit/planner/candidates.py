@@ -416,11 +416,12 @@ def frugal(every: Iterable[Corner]) -> list[Corner]:
     # Between the passes a layer that recomputes whole keeps least; in its own turn one may hold less of which a part
     # was kept. Of layers that send what they keep, those that keep more have less to recompute in their turn.
     most = max((len(each.rest.checkpointing.select) for each in kept), default=0)
-    least_kept = [
-        each for each in kept
-        if each.is_whole or each.rest.checkpointing.offload or len(each.rest.checkpointing.select) == most
-    ]  # fmt: skip
-    return sorted(least_kept, key=_likeliness)
+
+    def may_hold_least(each: Corner) -> bool:
+        depth = each.rest.checkpointing
+        return not depth.select or depth.offload or len(depth.select) == most
+
+    return sorted(filter(may_hold_least, kept), key=_likeliness)
 
 
 def _likeliness(corner: Corner) -> tuple[bool, int, bool, bool]:

@@ -62,7 +62,7 @@ class Ladder:
         self.room_bytes = inf  # on the host
         self.is_cut = False  # more layers could send what they keep, had the host room for it
         if corner.searched and self.deepest.offload and (ram := question.hardware.host_ram_bytes) is not None:
-            # whole layers send little, and where nothing else fits
+            # whole layers send little: their inputs alone
             self.room_bytes = FILLED * ram if self.deepest.select else ram
             if self.weigh_host(self.depths[-1]) > self.room_bytes:
                 count = bisect_right(self.depths, self.room_bytes, lo=1, key=self.weigh_host)
