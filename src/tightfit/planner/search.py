@@ -12,7 +12,7 @@ whatever a smaller one can.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -114,7 +114,7 @@ def fits_at_all(question: Question) -> bool:
     """The same for all GPUs and no fewer."""
     for levers in list_strategies(question):
         check_wanted()
-        ladders = [Ladder(question, corner) for corner in frugal(_corners(question, levers))]
+        ladders = _list_least(question, _corners(question, levers))
         if _can_fit(ladders, floors=True):
             return True
         if _moves_layers(question, levers) and any(can_be_balanced(question, ladder) for ladder in ladders):
@@ -124,6 +124,13 @@ def fits_at_all(question: Question) -> bool:
 
 def _moves_layers(question: Question, levers: Levers) -> bool:
     return levers.pipeline_parallel > 1 and "stage_layers" not in question.pinned
+
+
+def _list_least(question: Question, every: Iterable[Corner]) -> list[Ladder]:
+    """Of one strategy those that can hold least: where any fits, one of these does."""
+    ladders = [Ladder(question, corner) for corner in frugal(every)]
+    roomier = [corner for ladder in ladders if ladder.corner.rest.streams for corner in stream.list_roomier(ladder)]
+    return ladders + [Ladder(question, corner) for corner in roomier]
 
 
 def _can_fit(ladders: list[Ladder], *, floors: bool) -> bool:
@@ -400,7 +407,7 @@ def search_strategy(question: Question, task: Task) -> Found:
         bounds = [stream.least_s(question, levers)] if levers.streams else [runner.least_s for runner in line_up()]
         if not own or min(bounds) > most_s + TIE_S:
             return Found(None, considered)
-    ladders, way = [Ladder(question, corner) for corner in frugal(every)], None
+    ladders, way = _list_least(question, every), None
     if _can_fit(ladders, floors=not task.nearest):
         won = stream.race(question, own, most_s) if levers.streams else _race(question, line_up(), ladders, most_s)
         way = None if won is None else _way(question, won, fits=True)

@@ -40,7 +40,7 @@ WORTH = 0.005
 TRIED = 4  # numbers of layers that stay so that the host has more room
 
 
-def keep_enough(question: Question, levers: Levers) -> Levers:
+def keep_enough(question: Question, levers: Levers, depth: Checkpointing = FULL) -> Levers:
     """With as few layers on the GPU as will do: none, unless the host has no room for them all."""
     ram, shape = question.hardware.host_ram_bytes, question.shape
     if ram is None or "resident" in question.pinned or levers.method == "full":  # which has all of them there
@@ -48,7 +48,7 @@ def keep_enough(question: Question, levers: Levers) -> Levers:
 
     def has_room(resident: int) -> bool:
         way = replace(levers, resident=resident)
-        return Scale(shape, way, question.hardware).host_bytes(FULL) <= ram
+        return Scale(shape, way, question.hardware).host_bytes(depth) <= ram
 
     if has_room(0):
         return replace(levers, resident=0)
@@ -109,7 +109,7 @@ def race(question: Question, corners: Sequence[Corner], most_s: float) -> Levers
         runner = runners[number]
         if number in own:
             own.remove(number)
-            for corner in runner.list_roomier():
+            for corner in list_roomier(runner.ladder):
                 heappush(waiting, (bound, len(corners)))
                 corners.append(corner)
         if runner.raise_least() > bound:
@@ -153,6 +153,28 @@ def computing_s(question: Question, corner: Corner) -> float:
     return levers.accumulation * (passes.forward_gpu + passes.back_gpu) * (1 - 1e-9)
 
 
+def list_roomier(ladder: Ladder) -> list[Corner]:
+    """The same with more frozen layers on the GPU, and nowhere else: the host has room for what others keep. Of layers
+    that send parts as many as let all of them do so, or three quarters of those that could not, half or a quarter; of
+    whole ones, which send their inputs at least, as few as will do."""
+    question, corner = ladder.question, ladder.corner
+    shape, rest = question.shape, corner.rest
+    if rest.method == "full" or "resident" in question.pinned:
+        return []
+    enough = set[int]()
+    if ladder.is_cut:
+        depths = corner.depths(shape.n_layers, partial=question.partial)
+        beyond, held = depths[len(ladder.depths) :], held_bytes(units_of(shape, rest).layers)
+        for share in range(1, TRIED + 1):
+            missing = ladder.weigh_host(beyond[-(-len(beyond) * share // TRIED) - 1]) - ladder.room_bytes
+            spared = held[rest.resident] + missing
+            counts = range(rest.resident, shape.n_layers)
+            enough.add(next((n for n in counts if held[n] >= spared), shape.n_layers))
+    if ladder.offloads:
+        enough.add(keep_enough(question, corner.levers, OFFLOADED).resident)
+    return [replace(corner, rest=replace(rest, resident=n)) for n in sorted(enough) if n > rest.resident]
+
+
 class Runner:
     """One corner in the race."""
 
@@ -170,19 +192,6 @@ class Runner:
         pinned = "resident" in question.pinned
         self.least, self.most = corner.rest.resident, corner.rest.resident if pinned else shape.n_layers
         self.least_s = self.clock.seconds(BARE if corner.searched else corner.rest.checkpointing, self.most)
-
-    def list_roomier(self) -> list[Corner]:
-        """With more frozen layers on the GPU, and nowhere else: the host has room for what others keep. As many as let
-        all of them send it, or three quarters of those that could not, half or a quarter."""
-        if not self.ladder.is_cut or self.corner.rest.method == "full" or "resident" in self.question.pinned:
-            return []
-        depths = self.corner.depths(self.question.shape.n_layers, partial=self.question.partial)
-        beyond, held, enough = depths[len(self.ladder.depths) :], held_bytes(self.layers), set[int]()
-        for share in range(1, TRIED + 1):
-            missing = self.ladder.weigh_host(beyond[-(-len(beyond) * share // TRIED) - 1]) - self.ladder.room_bytes
-            spared = held[self.least] + missing
-            enough.add(next((n for n in range(self.least, self.most) if held[n] >= spared), self.most))
-        return [replace(self.corner, rest=replace(self.corner.rest, resident=count)) for count in sorted(enough)]
 
     def raise_least(self) -> float:
         """What it takes at least, as far as floors can tell where it may fit; infinite: nowhere."""
