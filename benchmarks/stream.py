@@ -3,6 +3,7 @@
     python benchmarks/stream.py prepare DIR                                    # on the desk: a plan for each side
     python benchmarks/stream.py predict DIR > predicted.json                   # on the desk, before anything runs
     python benchmarks/stream.py run DIR --out rows.jsonl [--only PART,PART] [--until 480] [--at-once 3]    # on a GPU
+    python benchmarks/stream.py products --out rows.jsonl                      # on a GPU
 
 The sides run in turn, as in `fast.py`, in the order of `ORDER`: what tells most comes first, and each row is kept and
 shown as soon as it is there, so that a call which is cut off has been of use. `stream`: as it is planned, which for 3B
@@ -11,7 +12,8 @@ clipped, and so made again. `offload`: ZeRO-3 with weights, and what trains them
 guides configure it, one sequence at a time, every layer recomputed, the plain loss; `free`: without a cap; `nvme`: what
 48 GiB of RAM do not hold of the optimizer's states is on a disk. Weights are random, and their gradients are larger
 than those of a training: the 3B job clips at 100, so that no step is clipped but those of `clipped`; `norms` in its
-rows say whether that was so.
+rows say whether that was so. `products`: at what rate the card computes those of a layer of the 32B one after the
+other, until the limit of its power has brought its clock down (`benchmarks/data/h200-products.jsonl`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,11 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     ),
 }
 
+PRODUCT_TOKENS, PRODUCT_S = 16 * 1024, 1.5
+PRODUCTS = [
+    *((wide, inner, False) for wide, inner in ((27_648, 5120), (5120, 27_648), (5120, 5120), (1024, 5120))),
+    *((wide, inner, True) for wide, inner in ((5120, 27_648), (27_648, 5120), (5120, 5120))),
+]
 
 ORDER = [
     *(("3B full, 24 GB", side) for side in ("stream", "offload")),
@@ -84,14 +92,17 @@ ORDER = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "predict", "run"))
-    parser.add_argument("path", type=Path)
+    parser.add_argument("what", choices=("prepare", "predict", "run", "products"))
+    parser.add_argument("path", type=Path, nargs="?")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="pieces of the names of folders, which are jobs and sides")
     parser.add_argument("--limit-s", type=int, default=150)
     parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which nothing more is begun")
     parser.add_argument("--at-once", type=int, default=1, help="how many start together; each is timed alone")
     args = parser.parse_args()
+    if args.what == "products":
+        measure_products(args.out)
+        return
     fast.STEPS, fast.WARM_UP = 4, 2  # seconds each, and alike
     places = {(name, side): args.path / name.replace(" ", "_").replace(",", "") / side for name, side in ORDER}
     wanted = {each: place for each, place in places.items() if fast.is_wanted(place, args.only)}
@@ -119,6 +130,37 @@ def describe(place: Path) -> dict[str, Any]:
         "host_gib": round(told["host"]["peak_bytes_per_rank"] / fast.GIB, 2),
         "levers": {name: levers[name] for name in names if name in levers},
     }
+
+
+def measure_products(out: Path) -> None:
+    """Of 16 × 1024 tokens."""
+    import torch
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+    for wide, inner, is_backward in PRODUCTS:
+        tokens, weight = draw(PRODUCT_TOKENS, inner), draw(inner, wide) if is_backward else draw(wide, inner).t()
+        torch.matmul(tokens, weight)
+        torch.cuda.synchronize()
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < PRODUCT_S:
+            for _ in range(10):
+                torch.matmul(tokens, weight)
+            torch.cuda.synchronize()
+            count += 10
+        each_s = (time.perf_counter() - began) / count
+        row = {
+            "tokens": PRODUCT_TOKENS,
+            "out": wide,
+            "in": inner,
+            "backward": is_backward,
+            "ms": round(each_s * 1e3, 3),
+        }
+        row["tflops"] = round(2 * PRODUCT_TOKENS * wide * inner / each_s / 1e12, 1)
+        print(row, flush=True)
+        with out.open("a") as sink:
+            sink.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
