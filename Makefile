@@ -5,7 +5,7 @@
 # again only when pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
-WORKERS ?= 2
+WORKERS ?= 3  # of which one most often waits for processes of its test
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+
 
 @functools.cache
-def compile_part(name: str, builder: str) -> None:
+def compile_part(name: str) -> None:
     """Unless it is there. Whoever comes meanwhile waits, however long it takes."""
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     built = folder / name / f"{name}.so"
@@ -24,4 +26,4 @@ def compile_part(name: str, builder: str) -> None:
             code = "import sys; from deepspeed.accelerator import get_accelerator as here; "
             code += "builder = here().create_op_builder(sys.argv[1]); builder and builder.load(verbose=False)"
             # Where it cannot be built, the tests that need it say so better.
-            subprocess.run([sys.executable, "-c", code, builder], check=False, capture_output=True)
+            subprocess.run([sys.executable, "-c", code, BUILDERS[name]], check=False, capture_output=True)

@@ -87,5 +87,4 @@ def pytest_unconfigure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if any(item.get_closest_marker(name) for name in ("thorough", "slow")):
-        compile_part("deepspeed_shm_comm", "ShareMemCommBuilder")
-        compile_part("cpu_adam", "CPUAdamBuilder")
+        compile_part("cpu_adam")

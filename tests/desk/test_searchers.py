@@ -63,6 +63,7 @@ def wait_for(helpers: Searchers) -> None:
         sleep(0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_helpers_find_what_is_found_without_them(name: str, helpers: Searchers) -> None:
     question = ask(name)

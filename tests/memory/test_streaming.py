@@ -122,6 +122,7 @@ def predict(shape: ModelShape, levers: Levers) -> dict[str, int]:
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCENARIOS],
 )
+@pytest.mark.thorough
 def test_a_window_holds_what_the_engine_holds(name: str) -> None:
     pytest.importorskip("torch")
     config, levers = ask(name)

@@ -117,7 +117,7 @@ def seconds(shape: ModelShape, levers: Levers, hardware: Hardware) -> float:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stride", [7, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [19, pytest.param(2, marks=pytest.mark.slow)])
 @every_model
 def test_causes_are_positive_and_add_up(name: str, stride: int) -> None:
     """Of one way in `stride`, others for each method, precision and optimizer."""
@@ -170,7 +170,7 @@ def test_all_depths_at_once_are_each_depth_alone(name: str, method: Method) -> N
     shape = model(name)
     depths = range(shape.n_layers + 1)
     fixed = {"method": method, "lora": adapters(method), "sequence": 1024}
-    for asked, plain in enumerate(ways(shape, **fixed)):
+    for asked, plain in islice(enumerate(ways(shape, **fixed)), 0, None, 5):
         odd = {
             "accumulation": 1 + asked % 3,
             "frozen_layers": 2 * (method == "full" and asked % 3 == 1),

@@ -14,9 +14,8 @@ from tightfit.planner.candidates import attention_choices, corners
 from tightfit.planner.question import Question
 from tightfit.types import Levers
 
-SEVERAL = ("2xH100", "2xA100-80GB", "1xMI300X", "2xL40S")
+SEVERAL = ("2xRTX4090", "2xH100", "2xA100-80GB", "1xMI300X", "2xL40S")
 GPUS = (
-    "2xRTX4090",
     "1xRTX3090",
     "1xK100-64GB",
     "1x4GB",

@@ -110,7 +110,7 @@ def compare(question: Question, seed: int, stride: int) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
 def test_search_prices_what_estimate_prices(stride: int) -> None:
     seen: dict[str, int] = {}
     for family, method in (("llama", "lora"), ("mamba", "full"), ("qwen3_moe", "full")):

@@ -127,15 +127,22 @@ def test_of_what_is_sent_only_selections_far_apart_are_tried() -> None:
     assert {len(parts) for parts in worth.sending} == {1, 2, len(PARTS) - 1}
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "gpus", "job", "sizes"),
     [
         ("llama-3.1-8b", "1xh200", {"method": "lora", "effective_batch": 2}, (20, 22)),
-        ("llama-3.1-8b", "1xh200", {"method": "qlora", "effective_batch": 4, "sequence": 4096}, (14, 18)),
-        ("7b_mamba", "1xh200", {"method": "lora", "effective_batch": 2}, (20, 24)),
-        ("gemma-2-9b", "1xh200", {"method": "lora", "effective_batch": 2}, (25, 28, 32)),
-        ("gemma-2-9b", "1xh200", {"method": "lora", "effective_batch": 1, "sequence": 8192}, (32, 40, 60)),
+        pytest.param(
+            "llama-3.1-8b", "1xh200", {"method": "qlora", "effective_batch": 4, "sequence": 4096}, (14, 18), marks=SLOW
+        ),
+        pytest.param("7b_mamba", "1xh200", {"method": "lora", "effective_batch": 2}, (20, 24), marks=SLOW),
+        pytest.param("gemma-2-9b", "1xh200", {"method": "lora", "effective_batch": 2}, (25, 28, 32), marks=SLOW),
+        pytest.param(
+            "gemma-2-9b", "1xh200", {"method": "lora", "effective_batch": 1, "sequence": 8192}, (32, 40, 60), marks=SLOW
+        ),
         ("qwen3-30b-a3b", "8xh200", {"effective_batch": 8, "sequence": 4096}, (70, 76)),
     ],
 )

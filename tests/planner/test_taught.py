@@ -136,7 +136,8 @@ def test_only_runs_on_this_machine_with_these_rates_count() -> None:
     assert answer.hardware.taught == taught.taught
 
 
-@pytest.mark.parametrize("factor", [0.9, 1.0, 1.15, 1.6])
+@pytest.mark.thorough
+@pytest.mark.parametrize("factor", [0.9, *(pytest.param(each, marks=pytest.mark.slow) for each in (1.0, 1.15)), 1.6])
 @pytest.mark.parametrize(("word", "method"), [("8xRTX4090", "full"), ("1xA100-80GB", "lora"), ("8xH100", "full")])
 def test_the_next_plan_of_the_same_training_takes_as_long_as_the_run_did(word: str, method: Any, factor: float) -> None:
     """In the real prices, where rates overlap and hide each other."""

@@ -49,7 +49,7 @@ def run(server: Server, folder: Path, world: int, precision: str, clip: float, u
 @pytest.mark.parametrize(
     ("world", "precision"),
     [
-        (1, "bf16"),
+        pytest.param(1, "bf16", marks=pytest.mark.slow),
         (2, "bf16"),
         pytest.param(1, "fp16", marks=pytest.mark.slow),
         pytest.param(2, "fp16", marks=pytest.mark.slow),

@@ -31,7 +31,7 @@ def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pyt
     with report_meanwhile(Message("train.starting-deepspeed"), said.append):
         for part, usual in (("cpu_adam", "1 to 2 min"), ("odd", "a few min")):
             lock, begun = tmp_path / part / "lock", tmp_path / "begun"
-            lock.parent.mkdir()
+            lock.parent.mkdir(exist_ok=True)
             begun.touch()
             began = time.mktime(time.strptime("2026-02-03 14:02", "%Y-%m-%d %H:%M"))
             os.utime(begun, (began, began))

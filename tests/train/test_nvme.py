@@ -60,7 +60,7 @@ def compiled() -> bool:
     """Whether DeepSpeed's file operations are there: what can be compiled is, before the first test."""
     can_be = warm_desk.python(ASK, ranks=True).returncode == 0
     if can_be:
-        compile_part("async_io", "AsyncIOBuilder")
+        compile_part("async_io")
     return can_be
 
 

@@ -197,6 +197,9 @@ SLOW = (
         "zero3 lora in groups",
         "fsdp2",
         "zero2 offloaded fused",
+        "zero3 in groups",
+        "zero3 fp32 fused",
+        "zero1 fp32 fused",
     ),
     *(way for way in WAYS if "in tiles" in way and way != "zero3 in tiles"),
     *(

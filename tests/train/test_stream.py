@@ -29,6 +29,8 @@ from tightfit.train.shards import find_resting
 from tightfit.train.streaming import place_model
 from tightfit.types import AttentionKernel, Buckets, Checkpointing, Levers, Lora, Precision
 
+pytestmark, SLOW = pytest.mark.thorough, pytest.mark.slow
+
 WINDOW, STEPS, RATE = 3, 3, 1e-2
 SMALL = {
     "hidden_size": 32,
@@ -71,6 +73,11 @@ WAYS: dict[str, tuple[str, Levers]] = {
     "adapters, two stay": ("tied", replace(LORA, resident=2)),
     "adapters, nothing recomputes": ("tied", replace(LORA, checkpointing=Checkpointing(layers=0))),
 }
+MORE = (
+    *("gemma3", "bloom", "all stay", "some recompute", "the embeddings alone", "all but the embeddings"),
+    *("adapters, two stay", "adapters, nothing recomputes"),
+)
+"""What another way covers nearly as well."""
 HERE = Place(rank=0, local_rank=0, world=1, device=torch.device("cpu"), launcher="python")
 
 
@@ -139,7 +146,7 @@ def plain(levers: Levers) -> Levers:
     return replace(levers, engine="ddp", resident=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[SLOW] if way in MORE else []) for way in WAYS])
 def test_every_way_follows_ddp(way: str) -> None:
     model, levers = WAYS[way]
     expected = run(make(model, plain(levers)))
@@ -173,9 +180,9 @@ ALL_IN_FILE = replace(WHOLE, buckets=Buckets(optimizer_buffer_count=2))
         (ALL_IN_FILE, 0.5),
         (replace(ALL_IN_FILE, precision="bf16"), 0.0),
         (replace(ALL_IN_FILE, precision="bf16", states="8bit"), 0.5),
-        (replace(ALL_IN_FILE, precision="bf16", master_weights=False, states="bf16"), 0.5),
-        (replace(ALL_IN_FILE, precision="fp16"), 0.5),
-        (replace(WHOLE, buckets=Buckets(optimizer_buffer_count=4)), 0.5),
+        pytest.param(replace(ALL_IN_FILE, precision="bf16", master_weights=False, states="bf16"), 0.5, marks=SLOW),
+        pytest.param(replace(ALL_IN_FILE, precision="fp16"), 0.5, marks=SLOW),
+        pytest.param(replace(WHOLE, buckets=Buckets(optimizer_buffer_count=4)), 0.5, marks=SLOW),
         (replace(WHOLE, buckets=Buckets(optimizer_buffer_count=6)), 0.0),
     ],
     ids=["fp32", "as gradients arrive", "8 bits", "no copies", "fp16", "two stay in memory", "four do"],
@@ -209,8 +216,8 @@ SEVERAL = 5  # steps
         WHOLE,
         replace(WHOLE, precision="bf16"),
         replace(WHOLE, precision="bf16", states="8bit"),
-        replace(WHOLE, precision="bf16", states="bf16", master_weights=False),
-        SCALED,
+        pytest.param(replace(WHOLE, precision="bf16", states="bf16", master_weights=False), marks=SLOW),
+        pytest.param(SCALED, marks=SLOW),
     ],
     ids=["fp32", "bf16", "8 bits", "no copies", "fp16"],
 )
@@ -238,7 +245,7 @@ def test_updates_ahead_of_the_norm_are_those_that_wait(levers: Levers) -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0], ids=["at once", "after the norm"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=SLOW), "bf16"])
 def test_units_are_updated_piece_by_piece(clip: float, precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     levers = replace(WHOLE, precision=precision)
     at_once = make("tied", levers, clip=clip)

@@ -20,6 +20,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return figures_of("layer_sharing.py", 4, tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["columns", *CASES])
 def test_shares_of_layers_add_up_to_whole_ones(apart: dict[str, float], case: str) -> None:
     assert apart[case] < (IN_FP32 if any(word in case for word in PARTLY_FP32) else TOLERANCE)

@@ -20,6 +20,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return figures_of("sharing.py", 4, tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["the exchange", *CASES])
 def test_parts_add_up_to_the_whole(apart: dict[str, float], case: str) -> None:
     assert apart[case] < (IN_FP32 if case in PARTLY_FP32 else TOLERANCE)

@@ -273,6 +273,7 @@ def test_a_key_at_its_default_is_not_written(make_plan: MakePlan) -> None:
     assert tuned["offload_param"]["buffer_count"] == TUNED.param_buffer_count
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the [train] extra")
 def test_the_defaults_are_deepspeeds() -> None:
     code = """

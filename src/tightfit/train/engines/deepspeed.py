@@ -42,11 +42,11 @@ from tightfit.train.tiles import mlps_of
 from tightfit.types import ConfigError, Levers
 
 NVME_BUFFERS = 5  # DeepSpeed's own number, where a file says none
-ONE, TWO = Message("train.minutes", minutes=1), Message("train.minutes", minutes=2)
+TWO = Message("train.minutes", minutes=2)
 ONE_TO_TWO = Message("train.minutes-to", least=1, most=2)
-USUALLY = {"deepspeed_shm_comm": ONE, "async_io": TWO}
-USUALLY |= dict.fromkeys(("cpu_adam", "fused_adam", "quantizer"), ONE_TO_TWO)
+USUALLY = {"async_io": TWO} | dict.fromkeys(("cpu_adam", "fused_adam", "quantizer"), ONE_TO_TWO)
 """How long a part is compiled, on two free cores, by its folder."""
+INFERENCE_ALONE = "deepspeed_shm_comm"
 LOOK_S = 1.0
 
 
@@ -279,13 +279,17 @@ def gather_mixers_whole(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def join(place: Place) -> None:
-    """Tell DeepSpeed of the group that is there already."""
+    """Tell DeepSpeed of the group that is there already.
+
+    On CPUs it would compile, for a minute, sums through shared memory that none but its inference asks for.
+    """
     import deepspeed
 
     # It logs every choice that it makes; what matters of them is proved and said by us.
     deepspeed.utils.logger.setLevel(logging.ERROR)
     backend = "fake" if place.rehearsal else None
     forgive_lost_locks()
+    deepspeed.ops.__compatible_ops__[INFERENCE_ALONE] = False
     deepspeed.init_distributed(dist_backend=backend, dist_init_required=False, verbose=False)
 
 
@@ -310,7 +314,7 @@ def extensions_folder() -> Path:
     """The folder with a folder for each part that is compiled."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    return Path(_get_build_directory("deepspeed_shm_comm", False)).parent
+    return Path(_get_build_directory("cpu_adam", False)).parent
 
 
 def find_compiling(folder: Path) -> tuple[float, str] | None:
