@@ -1,6 +1,6 @@
 """What every test may use: modules beside this file and the benchmarks' can be imported by name, signals mean what they
 usually do, limits are by a clock that stands while the machine is busy, and what DeepSpeed compiles is compiled once,
-before the first test that needs it."""
+before the first training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,19 +73,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # what torch and DeepSpeed go by, in every process
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Each worker of pytest has a processor, not all of them: threads that wait for one another would only spin. What
     is there by now stays to the end, and is not to be looked through for garbage again and again."""
     gc.freeze()
     gc.set_threshold(50_000)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    start_compiling(session.items)
 
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries count at the end what was not let go
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if any(item.get_closest_marker(name) for name in ("thorough", "slow")):
-        compile_part("cpu_adam")
+def start_compiling(items: list[pytest.Item]) -> None:
+    """What most trainings need, beside the first tests; who needs it waits for it."""
+    if any(item.get_closest_marker(name) for item in items for name in ("thorough", "slow")):
+        threading.Thread(target=compile_part, args=("cpu_adam",), daemon=True).start()

@@ -42,6 +42,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 import patience
+from compiling import compile_part
 
 LIMIT_S = 120.0
 TURN_S = 300.0
@@ -239,6 +240,8 @@ class Server:
 @functools.cache
 def server(ranks: bool, /) -> Server:
     """One of each for all tests of this process."""
+    if ranks:
+        compile_part("cpu_adam")
     return Server(ranks)
 
 

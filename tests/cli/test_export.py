@@ -51,6 +51,7 @@ import sys, json, torch, deepspeed
 folder, stage, base = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(base)
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
           "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

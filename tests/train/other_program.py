@@ -23,6 +23,7 @@ from tightfit.train.config import WorkerConfig, read_worker_config
 
 
 def main(plan: Path, stage: int, saved_after: int, folder: Path) -> None:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute to compile
     deepspeed.init_distributed("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     config = read_worker_config(plan / "worker.json")

@@ -14,6 +14,7 @@ from typing import Any
 from warm import Rank, run_workers
 
 import warm_desk
+from compiling import compile_part
 from ports import reserve_port
 from tightfit.formats.render import render
 from tightfit.formats.target import Target
@@ -146,6 +147,7 @@ def start_ranks(
     command: list[str], world: int, cache: Path, stdout: int = subprocess.PIPE
 ) -> list[subprocess.Popen[str]]:
     """So many processes of a command, as a launcher starts them."""
+    compile_part("cpu_adam")
     return [
         subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
         for environment in environments(world, cache)

@@ -83,7 +83,7 @@ def _run(argv: Sequence[str], ranks: Sequence[Rank]) -> list[int]:
 
 def load() -> None:
     """All that every child would do alike, short of what starts threads: those do not live on in a fork."""
-    import deepspeed  # noqa: F401
+    import deepspeed
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,6 +96,7 @@ def load() -> None:
     for name in SOON:
         import_module(name)
     torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile, and is for inference
     load_tokenizer(None, 10**6, trust_remote_code=False)
     with torch.device("meta"):
         name_parts(AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=1)))
