@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import patience
 from tightfit.messages import Message
-from tightfit.train.engines.deepspeed import extensions_folder, report_meanwhile
+from tightfit.train.engines.deepspeed import extensions_folder, join, report_meanwhile
+from tightfit.train.place import Place
 
 pytestmark = pytest.mark.thorough
 
@@ -46,6 +48,21 @@ def test_what_is_compiled_is_said_with_its_time(tmp_path: Path, monkeypatch: pyt
 def test_the_folder_is_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "parts"))
     assert extensions_folder() == tmp_path / "parts"
+
+
+def test_what_inference_alone_asks_for_is_not_compiled(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+    from deepspeed.comm import comm
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    def load(*_: Any) -> None:
+        raise AssertionError("it is compiled")
+
+    monkeypatch.setattr(ShareMemCommBuilder, "load", load)
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, ShareMemCommBuilder.NAME, True)
+    monkeypatch.setattr(comm, "cdb", None)
+    join(Place(rank=0, local_rank=0, world=1, device=mesh.device_type, launcher="python"))
+    assert comm.cdb.shm_comm_op is None
 
 
 def test_ninja_is_found_though_nobody_activated_the_environment(tmp_path: Path) -> None:
