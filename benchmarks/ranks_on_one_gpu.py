@@ -48,6 +48,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
                                                                   "stages_per_gpu": 2, "sequence_parallel": 2}),
     "FSDP2 over 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2}),
     "FSDP2 in groups of 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2, "shard_within": 2}),
+    "streamed over 2": (2, {"engine": "stream", "resident": 1, "update": "waits"}),
+    "streamed over 4, updates ahead": (4, {"engine": "stream", "resident": 1, "update": "ahead"}),
+    "streamed over 4, inputs on the host": (4, {"engine": "stream", "resident": 0, "update": "waits",
+                                                "checkpointing": "full+offload"}),
     "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
     "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
     "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
@@ -59,6 +63,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone, more heads": (1, {"engine": "ddp", "model": WIDE}),
     "FSDP2, 4 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 4, "loss": "fused", "model": WIDE}),
     "alone, adapters": (1, {"engine": "ddp", **ADAPTERS}),
+    "streamed over 4, adapters": (4, {"engine": "stream", "resident": 1, **ADAPTERS}),
     "FSDP2 over 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "tensor_parallel": 2, **ADAPTERS}),
     "FSDP2, pipeline of 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "pipeline_parallel": 2,
                                                              "tensor_parallel": 2, **ADAPTERS}),
@@ -72,7 +77,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "run", "rank"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="layouts with this word, beside those of one rank alone")
+    parser.add_argument("--only", default="", help="layouts with this word, and what they are compared with")
     args = parser.parse_args()
     {"prepare": prepare, "run": run, "rank": work}[args.what](args)
 
@@ -112,12 +117,22 @@ def _words() -> list[str]:
     return [" ".join(("north", "river", "stone", "green")[: 1 + number % 4]) * (1 + number % 3) for number in range(48)]
 
 
+def choose(word: str) -> list[str]:
+    """Layouts with this word, and what they are compared with."""
+    chosen, baseline = dict[str, None](), ""
+    for layout, (ranks, _) in LAYOUTS.items():
+        if ranks == 1:
+            baseline = layout
+        elif word in layout:
+            chosen |= {baseline: None, layout: None}
+    return list(chosen)
+
+
 def run(args: argparse.Namespace) -> None:
     alone: list[float] = []
     args.path = args.path.resolve()
-    for layout, (ranks, _) in LAYOUTS.items():
-        if ranks > 1 and args.only not in layout:
-            continue
+    for layout in choose(args.only):
+        ranks, _ = LAYOUTS[layout]
         began = time.monotonic()
         folder = args.path / name_of(layout)
         orders = json.loads((folder / "worker.json").read_text())

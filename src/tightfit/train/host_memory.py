@@ -4,7 +4,8 @@ PyTorch's own pinned memory comes in powers of two: of 100 GiB it would take 128
 with the driver as they are.
 
 Ranks of one machine may share it. It is then one file without a name, of which every rank maps the same parts in the
-same order: a container's /dev/shm, which is small, has nothing to do with it.
+same order: a container's /dev/shm, which is small, has nothing to do with it. Each rank touches some of it first, so
+that it lies on the NUMA nodes of all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tightfit.messages import Message
-from tightfit.train.place import Place
+from tightfit.train.place import Place, meet
 from tightfit.types import ConfigError
 
 HUGE = 2 * 2**20  # bytes of a huge page
@@ -37,7 +38,7 @@ class HostMemory:
     """What this rank, or all ranks of this machine together, take of it."""
 
     def __init__(self, place: Place, *, shared: bool) -> None:
-        self._locks, self._device = place.on_gpu, place.device
+        self._locks, self._device, self._place = place.on_gpu, place.device, place
         self._file = share_file(place) if shared else None
         self.taken = 0
 
@@ -47,7 +48,7 @@ class HostMemory:
         if self._file is None:
             pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
-            os.posix_fallocate(self._file, self.taken, length)
+            self._touch_part(self._file, length // HUGE)
             pages = mmap.mmap(self._file, length, offset=self.taken)
         with suppress(OSError, AttributeError):  # it is faster with them, no more
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -56,6 +57,13 @@ class HostMemory:
         if lock and self._locks and not register(made, self._device):
             raise NotLocked(self.taken - length, self.taken)
         return made[:size]
+
+    def _touch_part(self, file: int, pages: int) -> None:
+        """This rank's of so many huge pages; when all have theirs, none is touched by another first."""
+        begin, end = (pages * rank // self._place.world for rank in (self._place.rank, self._place.rank + 1))
+        if begin < end:
+            os.posix_fallocate(file, self.taken + begin * HUGE, (end - begin) * HUGE)
+        meet(self._place)
 
 
 def register(memory: Tensor, device: torch.device) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tightfit.memory.units import SLOTS, stays
 from tightfit.train.build import body_of, layers_of, replace_meta
 from tightfit.train.host_memory import HostMemory
+from tightfit.train.numa import bind_to_nodes
 from tightfit.train.optimizers import BLOCK
 from tightfit.train.place import Place
 from tightfit.train.shards import HOME
@@ -166,6 +167,8 @@ class Stream:
     top: Unit | None
     streams: Streams
     memory: HostMemory
+    cores: int
+    """Processors that this rank may take."""
 
     @property
     def units(self) -> list[Unit]:
@@ -217,6 +220,7 @@ class Stream:
 def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, float]) -> Stream:
     """Give a model its memory, on the host and on the device; values come later. `decays`: of everything that trains
     and is no adapter, by its path."""
+    cores = bind_to_nodes(place)
     memory = HostMemory(place, shared=not place.is_alone)
     layers, streams = layers_of(model), Streams(place.device)
     names = {id(param): name for name, param in model.named_parameters()}
@@ -285,7 +289,7 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
         else:
             unit = make(f"layer {number}", [p for p in layer.parameters() if names[id(p)] in decays])
         found.append(unit)
-    made = Stream(bottom, found, make("top", above), streams, memory)
+    made = Stream(bottom, found, make("top", above), streams, memory, cores)
 
     def materialise(_: str, param: nn.Parameter) -> nn.Parameter:
         if id(param) in homes:

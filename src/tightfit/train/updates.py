@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.inputs.surroundings import cores
 from tightfit.memory.units import PIECE, count_kept, updates_ahead, waits_for_norm
 from tightfit.messages import Message
 from tightfit.train.engines import send_to_host
@@ -43,7 +42,7 @@ from tightfit.train.host_adam import Step, find_host_adam
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.host_states import CardRoom, HostStates, count_bytes, cut
 from tightfit.train.optimizers import CLIP_EPS
-from tightfit.train.place import Place
+from tightfit.train.place import Place, scatter_sum_into
 from tightfit.train.state_file import StateFile
 from tightfit.train.streaming import Part, Stream, Unit, copy
 from tightfit.types import Levers
@@ -70,9 +69,8 @@ class Updates:
         self.expected = Step(0.0, 0, 1.0)  # how the window that follows will end, but for the step's number
         own = HostMemory(place, shared=False)  # of what other ranks do not look at
         self.states: dict[Unit, HostStates] = {}
-        on_card, threads = updates_on_card(levers, place, cores() // self._ranks), max(1, cores() // self._ranks)
-        if threads > FEW_CORES:
-            threads -= 1  # for the one that feeds the GPU meanwhile
+        on_card = updates_on_card(levers, place, stream.cores)
+        threads = stream.cores - (stream.cores > FEW_CORES)  # one for the thread that feeds the GPU meanwhile
         through = kernel = None
         if on_card:
             dtype = self.units[0].weights.dtype
@@ -371,7 +369,7 @@ def _reduce(mine: Tensor, whole: Tensor) -> None:
     if dist.get_backend() == "gloo":
         dist.all_reduce(whole)
     else:
-        dist.reduce_scatter_tensor(mine, whole)
+        scatter_sum_into(mine, whole)
     mine.div_(dist.get_world_size())
 
 

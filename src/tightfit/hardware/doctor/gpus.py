@@ -11,6 +11,7 @@ from pathlib import Path
 from tightfit.hardware.doctor.row import Check, Light, gib
 from tightfit.hardware.doctor.software import TorchBuild
 from tightfit.hardware.machine import driver_here, read_count, read_text
+from tightfit.hardware.numa import find_node_of
 from tightfit.hardware.probes.card import Card, CardProcess, Cards
 from tightfit.hardware.probes.nvidia import Link
 from tightfit.inputs.versions import release
@@ -170,8 +171,8 @@ def link_rows(cards: Sequence[Card], links: Sequence[Link], root: Path = Path("/
             narrow.append(Message("doctor.few-lanes", index=card.index, now=now, most=most))
         if speed and most and most <= _MOST_LANES:
             known[most, speed[0]] += 1
-        if node := re.fullmatch("[0-9]{1,4}", _line(place / "numa_node")):
-            nodes.add(int(node[0]))
+        if (node := find_node_of(card.pci or "unknown", root)) is not None:
+            nodes.add(node)
     if narrow:
         what = Message("doctor.pcie-narrow", which=Listing(narrow))
         rows.append(Check("pcie", "links", "yellow", what, Message("doctor.pcie-narrow-fix")))
