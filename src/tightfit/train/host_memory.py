@@ -58,6 +58,12 @@ class HostMemory:
             raise NotLocked(self.taken - length, self.taken)
         return made[:size]
 
+    def give_back(self, memory: Tensor) -> None:
+        """What `take` gave for this rank alone; the system has it when the last tensor on it is gone."""
+        self.taken -= -(-max(memory.numel(), 1) // HUGE) * HUGE
+        if self._locks:
+            unregister(memory, self._device)
+
     def _touch_part(self, file: int, pages: int) -> None:
         """This rank's of so many huge pages; when all have theirs, none is touched by another first."""
         begin, end = (pages * rank // self._place.world for rank in (self._place.rank, self._place.rank + 1))
@@ -74,6 +80,13 @@ def register(memory: Tensor, device: torch.device) -> bool:
     with suppress(RuntimeError):  # the next kernel would be told this error as its own
         torch.zeros(1, device=device)
     return False
+
+
+def unregister(memory: Tensor, device: torch.device) -> None:
+    """Before the system has these pages again: what comes to lie at their address could not be registered."""
+    torch.cuda.synchronize(device)  # copies from there and to there are over
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    driver.cudaHostUnregister(memory.data_ptr())
 
 
 def share_file(place: Place) -> int:

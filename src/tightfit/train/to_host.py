@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from tightfit.memory.tape import SMALLEST_MOVED_BYTES
 from tightfit.messages import Message
-from tightfit.train.host_memory import register
+from tightfit.train.host_memory import register, unregister
 
 Say = Callable[[Message], None]
 Layer = Callable[..., Any]
@@ -162,7 +162,7 @@ class HostStore:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < size:
             if buffer is not None and self._pins:
-                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+                unregister(buffer, self._device)
             # Whole pages of its own: the driver registers no page twice.
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             buffer = self._buffers[key] = torch.frombuffer(pages, dtype=torch.uint8)

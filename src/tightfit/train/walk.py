@@ -213,7 +213,7 @@ class Kept:
     def __init__(self, streams: Streams, memory: HostMemory | None) -> None:
         """`memory`: of the host, where they wait there; None: they stay."""
         self._streams, self._memory = streams, memory
-        self._buffers: list[Tensor] = []
+        self._buffers: dict[int, Tensor] = {}
         self._rows: list[tuple[torch.Size, torch.dtype]] = []
         self._leaving: deque[tuple[Tensor, Any]] = deque()
         self._back: dict[int, tuple[Tensor, Any]] = {}
@@ -224,9 +224,9 @@ class Kept:
             return hidden
         number = len(self._rows)
         size = hidden.numel() * hidden.element_size()
-        if number == len(self._buffers):
-            self._buffers.append(self._memory.take(size))
-        elif self._buffers[number].numel() < size:  # a longer row than the last window had here
+        if number in self._buffers and self._buffers[number].numel() < size:  # a longer row than the last window's
+            self._memory.give_back(self._buffers.pop(number))
+        if number not in self._buffers:
             self._buffers[number] = self._memory.take(size)
         self._rows.append((hidden.shape, hidden.dtype))
         streams = self._streams
