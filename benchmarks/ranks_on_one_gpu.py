@@ -1,7 +1,8 @@
-"""Several real ranks on one GPU, in every layout that spreads a training: do they compute what one rank alone does?
+"""Several real ranks on one GPU, in every layout that spreads a training, and layers that stream: do they compute what
+one rank alone does?
 
     python benchmarks/ranks_on_one_gpu.py prepare DIR                       # on the desk: a plan for each of `LAYOUTS`
-    python benchmarks/ranks_on_one_gpu.py run DIR --out rows.jsonl          # on a GPU
+    python benchmarks/ranks_on_one_gpu.py run DIR --out rows.jsonl [--only streamed] [--at-once 3]    # on a GPU
 
 NCCL refuses two ranks on one GPU, and gloo has few collectives for CUDA's tensors. So each collective goes through the
 host: the tensor is copied there, sent by gloo, and copied back. All else is the worker as it is. Losses are compared
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ MIXTRAL = {"model_type": "mixtral", "hidden_size": 128, "intermediate_size": 192
            "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
            "vocab_size": 512, "max_position_embeddings": 2048}  # fmt: skip
 EXPERTS = {"model": MIXTRAL, "engine": "fsdp2"}
+STREAM = {"engine": "stream", "resident": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"engine": "ddp"}),
     "FSDP2 over 4": (4, {"engine": "fsdp2"}),
@@ -48,10 +51,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
                                                                   "stages_per_gpu": 2, "sequence_parallel": 2}),
     "FSDP2 over 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2}),
     "FSDP2 in groups of 2, 2 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 2, "shard_within": 2}),
-    "streamed over 2": (2, {"engine": "stream", "resident": 1, "update": "waits"}),
-    "streamed over 4, updates ahead": (4, {"engine": "stream", "resident": 1, "update": "ahead"}),
-    "streamed over 4, inputs on the host": (4, {"engine": "stream", "resident": 0, "update": "waits",
-                                                "checkpointing": "full+offload"}),
+    "streamed": (1, {**STREAM, "update": "waits"}),
+    "streamed, updates ahead": (1, {**STREAM, "update": "ahead"}),
+    "streamed, inputs on the host": (1, {**STREAM, "checkpointing": "full+offload"}),
+    "streamed, compiled": (1, {**STREAM, "compile": "layers", "checkpointing": "none"}),
+    "streamed, compiled, selected on the host": (1, {**STREAM, "compile": "layers",
+                                                     "checkpointing": "select:mlp+offload"}),
+    "streamed over 2": (2, {**STREAM, "update": "waits"}),
+    "streamed over 4, updates ahead": (4, {**STREAM, "update": "ahead"}),
+    "streamed over 4, inputs on the host": (4, {**STREAM, "resident": 0, "checkpointing": "full+offload"}),
     "ZeRO-2, 2 GPUs per sequence": (4, {"engine": "zero2", "sequence_parallel": 2}),
     "ZeRO-3 in groups of 2": (4, {"engine": "zero3", "shard_within": 2}),
     "ZeRO-3, 2 GPUs per sequence": (4, {"engine": "zero3", "sequence_parallel": 2}),
@@ -63,12 +71,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone, more heads": (1, {"engine": "ddp", "model": WIDE}),
     "FSDP2, 4 GPUs per layer": (4, {"engine": "fsdp2", "tensor_parallel": 4, "loss": "fused", "model": WIDE}),
     "alone, adapters": (1, {"engine": "ddp", **ADAPTERS}),
-    "streamed over 4, adapters": (4, {"engine": "stream", "resident": 1, **ADAPTERS}),
+    "streamed, adapters": (1, {**STREAM, **ADAPTERS}),
+    "streamed, adapters, compiled, selected on the host": (1, {**STREAM, **ADAPTERS, "compile": "layers",
+                                                               "checkpointing": "select:mlp+offload"}),
+    "streamed over 4, adapters": (4, {**STREAM, **ADAPTERS}),
     "FSDP2 over 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "tensor_parallel": 2, **ADAPTERS}),
     "FSDP2, pipeline of 2, 2 GPUs per layer, adapters": (4, {"engine": "fsdp2", "pipeline_parallel": 2,
                                                              "tensor_parallel": 2, **ADAPTERS}),
 }  # fmt: skip
-"""Each is compared with the last one of a single rank before it."""
+"""Each is compared with the last one before it of which DDP is the engine."""
 LIMIT_S = 150
 
 
@@ -77,6 +88,7 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "run", "rank"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--only", default="", help="layouts with this word, and what they are compared with")
     args = parser.parse_args()
     {"prepare": prepare, "run": run, "rank": work}[args.what](args)
@@ -102,7 +114,7 @@ def prepare(args: argparse.Namespace) -> None:
         folder = args.path / name_of(layout)
         folder.mkdir(exist_ok=True)
         flags = {**USUAL, **levers, "data": "examples.jsonl", "output": "run"}
-        flags["micro_batch"] = 8 if ranks == 1 else 1
+        flags["micro_batch"] = 8 if levers["engine"] == "ddp" else 2 if ranks == 1 else 1
         if isinstance(flags["model"], dict):
             (folder / "config.json").write_text(json.dumps(flags["model"]))
             flags["model"] = str(folder / "config.json")
@@ -120,8 +132,8 @@ def _words() -> list[str]:
 def choose(word: str) -> list[str]:
     """Layouts with this word, and what they are compared with."""
     chosen, baseline = dict[str, None](), ""
-    for layout, (ranks, _) in LAYOUTS.items():
-        if ranks == 1:
+    for layout, (_, levers) in LAYOUTS.items():
+        if levers["engine"] == "ddp":
             baseline = layout
         elif word in layout:
             chosen |= {baseline: None, layout: None}
@@ -129,28 +141,34 @@ def choose(word: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    alone: list[float] = []
-    args.path = args.path.resolve()
-    for layout in choose(args.only):
-        ranks, _ = LAYOUTS[layout]
-        began = time.monotonic()
-        folder = args.path / name_of(layout)
-        orders = json.loads((folder / "worker.json").read_text())
-        orders["saving"]["folder"] = str(folder / "run")
-        orders["data"]["path"] = str(args.path / "examples.jsonl")
-        (folder / "worker.json").write_text(json.dumps(orders))
-        codes, said = _start(folder, ranks)
-        row: dict[str, Any] = {"layout": layout, "ranks": ranks, "wall_s": round(time.monotonic() - began, 1)}
-        events = folder / "run" / "events.jsonl"
-        found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-        row["losses"] = [each["loss"] for each in found if each["event"] == "step"]
-        if any(codes) or len(row["losses"]) < STEPS:
-            row["error"] = said[-1500:]
-        alone = row["losses"] if ranks == 1 else alone
-        row["apart"] = max([abs(one / other - 1) for one, other in zip(row["losses"], alone, strict=False)], default=1)
-        with args.out.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-        print(layout, row["wall_s"], row["losses"], f"{row['apart']:.1e}", row.get("error", ""), flush=True)
+    args.path, alone = args.path.resolve(), [0.0]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        layouts = choose(args.only)
+        for layout, row in zip(layouts, pool.map(lambda layout: train(args.path, layout), layouts), strict=True):
+            alone = row["losses"] if LAYOUTS[layout][1]["engine"] == "ddp" else alone
+            row["apart"] = max(
+                [abs(one / other - 1) for one, other in zip(row["losses"], alone, strict=False)], default=1
+            )
+            with args.out.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+            print(layout, row["wall_s"], row["losses"], f"{row['apart']:.1e}", row.get("error", ""), flush=True)
+
+
+def train(path: Path, layout: str) -> dict[str, Any]:
+    began, ranks = time.monotonic(), LAYOUTS[layout][0]
+    folder = path / name_of(layout)
+    orders = json.loads((folder / "worker.json").read_text())
+    orders["saving"]["folder"] = str(folder / "run")
+    orders["data"]["path"] = str(path / "examples.jsonl")
+    (folder / "worker.json").write_text(json.dumps(orders))
+    codes, said = _start(folder, ranks)
+    row: dict[str, Any] = {"layout": layout, "ranks": ranks, "wall_s": round(time.monotonic() - began, 1)}
+    events = folder / "run" / "events.jsonl"
+    found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    row["losses"] = [each["loss"] for each in found if each["event"] == "step"]
+    if any(codes) or len(row["losses"]) < STEPS:
+        row["error"] = said[-1500:]
+    return row
 
 
 def _start(folder: Path, ranks: int) -> tuple[list[int], str]:

@@ -21,6 +21,7 @@ from tightfit.cli.rehearse import Rehearsal, verdict_words
 from tightfit.hardware.machine import Device
 from tightfit.runs.records import WorkerFile, worker_file
 from tightfit.screen import Comparison
+from tightfit.start import machine
 from tightfit.start.rehearse import choose_device, rehearsed
 from tightfit.types import HardwareError
 
@@ -82,6 +83,18 @@ def test_mistakes_are_one_sentence(
 def test_a_plan_for_gpus_needs_one(capsys: pytest.CaptureFixture[str], no_gpu: None) -> None:
     said = refused(capsys, "--model", "qwen2.5-7b", "--gpus", "8xRTX4090", "--host-ram", "256GB")
     assert "its rehearsal needs one, which this machine has not: run it where there is one" in said
+
+
+def test_of_layers_that_stream_one_rank_has_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_gpu: None
+) -> None:
+    """Ranks of a training share them; the one that is rehearsed has nobody to share them with."""
+    streamed = (*SMALL, "--engine", "stream")
+    assert main(["plan", *streamed, "--write", str(tmp_path / "plan")]) == 0
+    planned = worker_file((tmp_path / "plan/worker.json").read_text(), "the plan").ram_bytes_per_rank
+    monkeypatch.setattr(machine, "free_ram", lambda: planned)
+    capsys.readouterr()
+    assert "layers that stream are locked in RAM" in refused(capsys, *streamed)
 
 
 def test_without_torch_it_says_what_to_install(

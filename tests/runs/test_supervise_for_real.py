@@ -68,6 +68,56 @@ def test_a_gpu_that_runs_out_of_memory_in_the_first_step(tmp_path: Path) -> None
     same_course(trained, train(tmp_path / "undisturbed", *job))
 
 
+STREAMED = ("--engine", "stream", "--no-probe")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_stream(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    trained = train(tmp_path_factory.mktemp("streamed"), *STREAMED)
+    assert trained.code == 0, trained.err
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("device-oom@rank=1,stage=backward,step=5", "device-oom"),
+        *(
+            pytest.param(fault, kind, marks=pytest.mark.slow)
+            for fault, kind in (
+                ("pinned@rank=1,stage=backward,step=5", "pinned-memory"),
+                ("host-oom@rank=1,stage=forward,step=5", "host-oom"),
+                ("hang@rank=1,stage=forward,step=5", "hang"),
+                ("kill@rank=1,stage=write,step=4", None),
+                ("kill@rank=0,stage=step,step=3", None),
+            )
+        ),
+    ],
+)
+def test_layers_that_stream_go_on(tmp_path: Path, undisturbed_stream: Trained, fault: str, kind: str | None) -> None:
+    """Their ranks share weights, and one that ends leaves the others in the middle of an update."""
+    trained = train(tmp_path, *STREAMED, "--hang-timeout", "5s", faults=fault)
+    assert trained.code == 0, trained.err
+    (first, second) = trained.records
+    assert first.cause is not None
+    if kind is not None:  # of a kill the kernel may say why
+        assert first.cause.kind == kind
+    assert second.state == "done"
+    same_course(trained, undisturbed_stream)
+    assert trained.left_behind() == []
+
+
+def test_layers_that_stream_step_down(tmp_path: Path) -> None:
+    trained = train(
+        tmp_path, *STREAMED, "--seq", "512", "--max-steps", "2", faults="device-oom@rank=1,stage=backward,step=1"
+    )
+    assert trained.code == 0, trained.err
+    assert trained.actions == ["smaller plan"]
+    assert trained.records[0].next is not None
+    assert trained.records[0].next.changed
+    assert {event["engine"] for event in trained.events if event["event"] == "start"} == {"stream"}
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs(tmp_path: Path, undisturbed: Trained) -> None:
     trained = train(tmp_path, *QUICK, "--hang-timeout", "5s", faults="hang@rank=1,stage=forward,step=5")

@@ -175,7 +175,8 @@ def test_through_a_cards_room_all_is_the_same(states: States, kept: str) -> None
 @pytest.mark.parametrize(("states", "kept"), list(product(FORMATS, WEIGHTS)))
 def test_through_a_real_card_all_is_nearly_the_same(states: States, kept: str) -> None:
     """Its kernel rounds in another order, so that a moment may be the next of its format's numbers, and a weight that
-    is rounded stochastically may go the other way."""
+    is rounded stochastically may go the other way. What is taken of a squared gradient, 1 - beta2, it works out in
+    fp32, which tells such a difference no better than by `coarse`. As far as moments are apart, so far are updates."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     dtype, master = WEIGHTS[kept], kept == "masters"
@@ -193,9 +194,10 @@ def test_through_a_real_card_all_is_nearly_the_same(states: States, kept: str) -
         for step in range(1, STEPS + 1):
             held.update(gradients_of(step).pin_memory(), weights, Step(RATE, step, 0.5))
         ends.append((weights.float(), held.read(FIRST, 0, ELEMENTS), held.read(SECOND, 0, ELEMENTS)))
-    spacing = {"fp32": 1e-6, "bf16": 2.0**-7, "8bit": 0.03}[states]
-    for one, other, part in zip(*ends, (torch.finfo(dtype).eps, spacing, spacing), strict=True):
-        torch.testing.assert_close(one, other, rtol=2 * part, atol=part * float(one.abs().max()))
+    coarse, eps = torch.finfo(torch.float32).eps / (1 - BETAS[1]), torch.finfo(dtype).eps
+    spacing = {"fp32": coarse, "bf16": 2.0**-7, "8bit": 0.03}[states]
+    for one, other, part, beside in zip(*ends, (eps, spacing, spacing), (RATE * spacing, 0.0, 0.0), strict=True):
+        torch.testing.assert_close(one, other, rtol=2 * part, atol=part * float(one.abs().max()) + beside)
 
 
 @pytest.mark.parametrize(("states", "kept"), list(product(FORMATS, WEIGHTS)))

@@ -171,7 +171,7 @@ def _play(ready: ReadyRehearsal, folder: RunFolder, steps: int, *, quiet: bool) 
 def _reserve(ready: ReadyRehearsal, folder: RunFolder) -> Iterator[None]:
     """What the rehearsal takes of this machine, written down for trainings that start meanwhile."""
     registry, keys = reservations(), () if ready.device is None else (ready.device.key,)
-    ours = Reservation.ours(folder.path, ready.host_bytes, keys, None)
+    ours = Reservation.ours(folder.path, ready.ram_bytes, keys, None)
     with registry.alone():
         taken = next((entry for entry in registry.live() for key in keys if key in entry.gpus), None)
         if taken is not None:
@@ -198,7 +198,7 @@ def _rehearsal(ready: ReadyRehearsal, outcome: Outcome, probe: Probe | None, kep
     largest = None if probe is None else probe.seconds
     rows += [
         Comparison("peak", text("cli.memory-peak"), "bytes", worker.peak_bytes, peak),
-        Comparison("host", text("cli.ram-rank"), "bytes", ready.host_bytes, host),
+        Comparison("host", text("cli.ram-rank"), "bytes", worker.ram_bytes_per_rank, host),
         Comparison("largest_step_s", text("cli.step-largest-batch"), "seconds", worker.step_s, largest),
         Comparison("step_s", text("cli.step-median"), "seconds", worker.step_s, step_s),
         Comparison("tokens_per_s", text("cli.tokens-second"), "tokens", worker.tokens_per_s, pace),

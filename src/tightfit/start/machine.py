@@ -200,12 +200,12 @@ class TrainingMachine:
         return tuple(chosen)
 
 
-def check_free_ram(worker: WorkerFile) -> None:
+def check_free_ram(engine: str, needed_bytes: int) -> None:
     """Layers that rest on the host are locked there: nothing of them can be swapped out, and what others hold has to be
     in RAM beside them. So it is what the system could give now that must do."""
     free = free_ram()
-    if worker.engine == STREAM and free is not None and worker.ram_bytes_per_node > free:
-        need, there = amounts(worker.ram_bytes_per_node, free)
+    if engine == STREAM and free is not None and needed_bytes > free:
+        need, there = amounts(needed_bytes, free)
         raise HardwareError(Message("cli.stream-needs-ram", need=need, there=there, size=int(free / GIB)))
 
 

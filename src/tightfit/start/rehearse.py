@@ -25,7 +25,7 @@ from tightfit.model.presets import DRAWN_STD
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
 from tightfit.runs.records import WorkerFile
-from tightfit.start.machine import change_hardware, describe_holder, reservations, taken_gpus
+from tightfit.start.machine import change_hardware, check_free_ram, describe_holder, reservations, taken_gpus
 from tightfit.start.train import (
     HOW_FAR,
     answer_of,
@@ -61,16 +61,12 @@ class ReadyRehearsal:
     files: Mapping[str, str]  # the plan: by name
     cap_bytes: int  # the card, as it is to be taken
     tensor_bytes: int | None  # what of it torch's allocator may have; None: the rank is on the CPU
+    ram_bytes: int  # that this process takes: of what the ranks of a training share, it has all
     device: Device | None
     variable: str  # chooses among the GPUs of this machine
     plan: Plan | None  # None: it was written before
     said: tuple[str, ...]  # before the start
     notes: tuple[str, ...]  # at the end, about the figures
-
-    @property
-    def host_bytes(self) -> int:
-        """RAM of one rank."""
-        return self.worker.ram_bytes_per_node // self.worker.gpus_per_node
 
 
 def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
@@ -94,6 +90,7 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
             raise ConfigError(Message("cli.nothing-fits-so-2", answer=way_out(plan, str(HOW_FAR))))
         files, worker = rendered(plan, settled.job, target)
     check_packages(worker)
+    way = None if plan is None else plan.chosen
     try:
         tree = parse_worker(files[WORKER_FILE], WORKER_FILE)
         card = int(tree["world"]["gpu_memory_bytes"])
@@ -101,7 +98,6 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
             tree["data"] |= {"path": None, "recipe": None, "ablation": None, "tokenizer": None}
         orders, notes = rehearsed(tree), []  # the notes: what the figures mean and what they do not
         if worker.ranks > 1:
-            way = None if plan is None else plan.chosen
             sent = 0.0 if way is None else way.pace.causes.get("communication", 0.0)
             part = text("cli.s-predicted-step", sent=sent) if sent else ""
             notes.append(text("cli.nothing-sent-rehearsal", part=part))
@@ -125,12 +121,17 @@ def prepare(request: Request, options: RehearseOptions) -> ReadyRehearsal:
             raise ConfigError(Message("cli.card-gib-leaves", cap=cap / GIB, outside=outside / GIB))
     found = occupancy()
     device = choose_device(found.devices, worker, cap, options.on)
+    ram = worker.ram_bytes_per_rank
+    if way is not None and way.levers.streams:
+        ram += (worker.ranks - 1) * way.footprint.host.phases["step"].components.get("weights", 0)
+    check_free_ram(worker.engine, ram)
     about = text("cli.without-gpu-only") if device is None else text("cli.pace-here-plan", name=device.name)
     return ReadyRehearsal(
         worker=worker,
         files={**files, WORKER_FILE: orders},
         cap_bytes=cap,
         tensor_bytes=tensors,
+        ram_bytes=ram,
         device=device,
         variable=found.variable,
         plan=plan,

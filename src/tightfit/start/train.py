@@ -217,7 +217,7 @@ def prepare(request: Request, options: TrainOptions) -> Ready:
     if plan is None and nodes.hostfile is None:
         machine.check_ram(worker)
     if nodes.hostfile is None:
-        check_free_ram(worker)
+        check_free_ram(worker.engine, worker.ram_bytes_per_node)
     check_packages(worker)
     return Ready(
         worker=worker,

@@ -207,7 +207,8 @@ def assemble(
                 else:
                     engine = StreamAdapters(model, levers, place, config.training, stream)
             except NotLocked as error:  # which knows no more than what was asked for until then
-                raise NotLocked(error.locked_bytes, config.predicted.host_bytes_per_rank) from None
+                needed = max(config.predicted.host_bytes_per_rank, error.needed_bytes)
+                raise NotLocked(error.locked_bytes, needed) from None
         else:
             materialise(model, place.device)
             fill(model, read, working, place.rank, progress)

@@ -5,7 +5,8 @@ with the driver as they are.
 
 Ranks of one machine may share it. It is then one file without a name, of which every rank maps the same parts in the
 same order: a container's /dev/shm, which is small, has nothing to do with it. Each rank touches some of it first, so
-that it lies on the NUMA nodes of all.
+that it lies on the NUMA nodes of all. A rehearsed rank has such a file too, and all of it: the system then tells what
+the ranks of a real training would share.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class NotLocked(ConfigError):
     def __init__(self, locked_bytes: int, needed_bytes: int) -> None:
         said = {"locked": locked_bytes / 2**30, "needed": needed_bytes / 2**30}
         super().__init__(Message("train.cannot-lock-all", **said))
-        self.locked_bytes = locked_bytes
+        self.locked_bytes, self.needed_bytes = locked_bytes, needed_bytes
 
 
 class HostMemory:
@@ -66,7 +67,8 @@ class HostMemory:
 
     def _touch_part(self, file: int, pages: int) -> None:
         """This rank's of so many huge pages; when all have theirs, none is touched by another first."""
-        begin, end = (pages * rank // self._place.world for rank in (self._place.rank, self._place.rank + 1))
+        rank, ranks = (0, 1) if self._place.is_alone else (self._place.rank, self._place.world)
+        begin, end = (pages * each // ranks for each in (rank, rank + 1))
         if begin < end:
             os.posix_fallocate(file, self.taken + begin * HUGE, (end - begin) * HUGE)
         meet(self._place)
@@ -93,7 +95,9 @@ def share_file(place: Place) -> int:
     """A file of the first rank's, which has no name; every rank has it open."""
     import torch.distributed as dist
 
-    number = os.memfd_create("tightfit") if place.rank == 0 else -1
+    number = os.memfd_create("tightfit") if place.rank == 0 or place.is_alone else -1
+    if place.is_alone:
+        return number
     where = torch.tensor([os.getpid(), number], dtype=torch.int64, device=place.device)
     dist.broadcast(where, src=0)
     if place.rank:

@@ -197,7 +197,7 @@ class Loop:
             heartbeat.at("step", step + 1)
             launched = self.engine.step(rate)
             # The host does what it can before it waits: what comes after that keeps the device waiting.
-            reading = read_memory(self.place.device)
+            reading = read_memory(self.place)
             if step + 1 < self.steps and step + 2 not in self.skips:
                 self.windows.make_ahead(step + 1)
             share, stepped = launched.read(added)

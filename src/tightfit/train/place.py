@@ -253,22 +253,23 @@ def restart_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def read_memory(device: torch.device) -> Reading:
-    """Of this process, on its GPU and on the host."""
+def read_memory(place: Place) -> Reading:
+    """Of this process, on its GPU and on the host. Of memory that ranks share (host_memory.py) each has its part."""
     try:  # resident memory now and at its highest, as the kernel counts it
         text = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
         text = ""
     host = {name: rest for name, _, rest in (line.partition(":") for line in text.splitlines())}
-    now, peak = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
-    on_gpu = device.type == "cuda"
+    now, peak, shared = (1024 * int(host.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM", "RssShmem"))
+    others = shared - shared // place.world
+    device, on_gpu = place.device, place.on_gpu
     # Once: memory_allocated and its kin each read all of it again.
     stats, missing = torch.cuda.memory_stats(device) if on_gpu else {}, 0 if on_gpu else None
     return Reading(
         now_bytes=stats.get("allocated_bytes.all.current", missing),
         peak_bytes=stats.get("allocated_bytes.all.peak", missing),
-        host_bytes=now,
-        host_peak_bytes=peak,
+        host_bytes=now - others,
+        host_peak_bytes=peak - others,
         alloc_retries=stats.get("num_alloc_retries", missing),
     )
 

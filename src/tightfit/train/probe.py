@@ -102,7 +102,7 @@ class Milestones:
 
     def measure(self, milestone: Milestone, reading: Reading | None = None) -> None:
         """`reading`: what this rank had then; None: it is now."""
-        reading = reading or read_memory(self._place.device)
+        reading = reading or read_memory(self._place)
         peak = self.measured[milestone] = reading.peak_bytes
         ranks = everyone(self._place, reading.host_bytes if peak is None else peak)
         self._events.write(
@@ -139,7 +139,7 @@ def probe(
         if engine.runs_in_step:
             milestones.measure(milestone)
         else:
-            read[milestone] = read_memory(place.device)
+            read[milestone] = read_memory(place)
 
     def watch(what: str, number: int) -> None:
         """Of the first micro batch; through each stage of this rank, if there are several."""
@@ -172,4 +172,4 @@ def probe(
     torch.set_rng_state(on_host)
     if on_gpu is not None:
         torch.cuda.set_rng_state(on_gpu, place.device)
-    return seconds, read_memory(place.device).peak_bytes, recomputed
+    return seconds, read_memory(place).peak_bytes, recomputed

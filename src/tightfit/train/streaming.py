@@ -221,7 +221,7 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
     """Give a model its memory, on the host and on the device; values come later. `decays`: of everything that trains
     and is no adapter, by its path."""
     cores = bind_to_nodes(place)
-    memory = HostMemory(place, shared=not place.is_alone)
+    memory = HostMemory(place, shared=place.world > 1)
     layers, streams = layers_of(model), Streams(place.device)
     names = {id(param): name for name, param in model.named_parameters()}
     inside = {id(param) for layer in layers for param in layer.parameters()}

@@ -367,7 +367,7 @@ class Worker:
                 raise NotAsPlanned(Message("train.not-as-planned", proof=text))
 
     def _say_end(self, ending: str, loop: Loop, milestones: Milestones) -> None:
-        reading, predicted = places.read_memory(self.place.device), self.config.predicted
+        reading, predicted = places.read_memory(self.place), self.config.predicted
         peaks = places.everyone(self.place, reading.peak_bytes or 0)
         seconds = round(time.monotonic() - self.began, 3)
         if self.place.leads and not self.options.rehearse:
