@@ -50,7 +50,7 @@ def best(question: Question) -> Chosen | None:
                 if frees and rank(fewer)[0] <= most_s and fits(asked, fewer):
                     own = (rank(fewer), fewer, hardware.world)
                     break
-            found = own
+            found = own if found is None or own[0] < found[0] else found
     return found
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tightfit.messages import Message
-from tightfit.train.place import Place, meet
+from tightfit.train.place import Place, everyone, meet
 from tightfit.types import ConfigError
 
 HUGE = 2 * 2**20  # bytes of a huge page
@@ -93,15 +93,11 @@ def unregister(memory: Tensor, device: torch.device) -> None:
 
 def share_file(place: Place) -> int:
     """A file of the first rank's, which has no name; every rank has it open."""
-    import torch.distributed as dist
-
     number = os.memfd_create("tightfit") if place.rank == 0 or place.is_alone else -1
     if place.is_alone:
         return number
-    where = torch.tensor([os.getpid(), number], dtype=torch.int64, device=place.device)
-    dist.broadcast(where, src=0)
+    (pid, *_), (there, *_) = everyone(place, os.getpid()), everyone(place, number)
     if place.rank:
-        pid, number = where.tolist()
-        number = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-    dist.barrier()
+        number = os.open(f"/proc/{pid}/fd/{there}", os.O_RDWR)
+    meet(place)
     return number

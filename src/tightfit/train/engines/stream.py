@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.messages import Message
@@ -29,7 +28,7 @@ from tightfit.train.engines.ddp import Ddp
 from tightfit.train.engines.scaled import ScaledEngine
 from tightfit.train.host_adam import Step
 from tightfit.train.host_memory import HostMemory
-from tightfit.train.place import Place
+from tightfit.train.place import Place, meet
 from tightfit.train.shards import Shard
 from tightfit.train.streaming import Stream, Unit
 from tightfit.train.updates import Updates
@@ -200,8 +199,7 @@ class Streamed(ScaledEngine):
 
     def _meet(self) -> None:
         """Nobody changes the weights that all ranks share while another still writes them from outside."""
-        if not self._place.is_alone:
-            dist.barrier()
+        meet(self._place)
 
     def go_on(self, counters: Counters, step: int) -> None:
         super().go_on(counters, step)
