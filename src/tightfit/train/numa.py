@@ -40,7 +40,7 @@ def find_node(place: Place, root: Path) -> int | None:
         return None
     card = torch.cuda.get_device_properties(place.device)
     numbers = [getattr(card, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    if None in numbers:  # torch before 2.8
+    if None in numbers:  # an older torch does not tell
         return None
     domain, bus, device = numbers
     return find_node_of(f"{domain:04x}:{bus:02x}:{device:02x}.0", root)
