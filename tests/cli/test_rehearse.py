@@ -19,9 +19,9 @@ import warm_desk
 from tightfit.cli import main
 from tightfit.cli.rehearse import Rehearsal, verdict_words
 from tightfit.hardware.machine import Device
+from tightfit.runs import free_ram
 from tightfit.runs.records import WorkerFile, worker_file
 from tightfit.screen import Comparison
-from tightfit.start import machine
 from tightfit.start.rehearse import choose_device, rehearsed
 from tightfit.types import HardwareError
 
@@ -92,7 +92,7 @@ def test_of_layers_that_stream_one_rank_has_all(
     streamed = (*SMALL, "--engine", "stream")
     assert main(["plan", *streamed, "--write", str(tmp_path / "plan")]) == 0
     planned = worker_file((tmp_path / "plan/worker.json").read_text(), "the plan").ram_bytes_per_rank
-    monkeypatch.setattr(machine, "free_ram", lambda: planned)
+    monkeypatch.setattr(free_ram, "free_ram", lambda: planned)
     capsys.readouterr()
     assert "layers that stream are locked in RAM" in refused(capsys, *streamed)
 

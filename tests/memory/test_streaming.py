@@ -97,7 +97,7 @@ def record(config: dict[str, Any], levers: Levers) -> int:
         batches = [torch.randint(0, 90, rows) for _ in range(levers.accumulation)]
         resting = [*batches, *model.parameters(), *model.buffers()]
         resting += [memory for unit in placed.units for memory in (unit.home, unit.slot.memory)]
-        resting += engine._kept._buffers
+        resting += engine._kept._buffers.values()
         if levers.lora is None:
             resting += [*engine._updates._arrived.values(), *engine._updates._places.values()]
         else:

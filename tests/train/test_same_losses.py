@@ -313,10 +313,11 @@ def test_ranks_that_read_the_same_pack_count_and_evaluate_alike(
 def test_four_bit_weights_train_the_same_on_every_engine(tmp_path: Path) -> None:
     flags = {"method": "qlora", "lora_rank": 4, "learning_rate": 3e-2}
     found = {}
-    for engine, again in {"zero1": "layers:2", "zero3": "select:mlp", "fsdp2": "select:out"}.items():
+    for engine, again in {"zero1": "layers:2", "zero3": "select:mlp", "fsdp2": "select:out", "stream": "full"}.items():
         found[engine] = run_well(write(tmp_path / engine, 2, engine=engine, checkpointing=again, **flags)).losses
     assert found["zero3"] == pytest.approx(found["zero1"], rel=TOLERANCE["bf16"])
     assert found["fsdp2"] == pytest.approx(found["zero1"], rel=TOLERANCE["bf16"])
+    assert found["stream"] == pytest.approx(found["zero1"], rel=TOLERANCE["bf16"])
     assert found["zero1"][-1] < found["zero1"][0] - LEARNT
 
 

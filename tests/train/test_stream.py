@@ -27,7 +27,9 @@ from tightfit.train.recompute import recompute
 from tightfit.train.scratch import Scratch
 from tightfit.train.shards import find_resting
 from tightfit.train.streaming import place_model
-from tightfit.types import AttentionKernel, Buckets, Checkpointing, Levers, Lora, Precision
+from tightfit.train.updates import measure_norm
+from tightfit.train.walk import Walk
+from tightfit.types import AttentionKernel, Buckets, Checkpointing, Levers, Lora, ModelError, Precision
 
 pytestmark, SLOW = pytest.mark.thorough, pytest.mark.slow
 
@@ -355,6 +357,19 @@ def watch_updates(engine: StreamWeights) -> tuple[list[Step], list[Step]]:
 
         held.accept, held.update = accept, update
     return counted, again
+
+
+def test_the_norm_of_a_long_vector_is_right() -> None:
+    vector = torch.randn(2**24, generator=torch.Generator().manual_seed(1))
+    assert float(measure_norm(vector)) == pytest.approx(float(vector.double().norm()), rel=1e-6)
+
+
+def test_a_loss_of_routers_is_refused() -> None:
+    """Layers that stream hand on nothing but hidden states."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
+    config = AutoConfig.for_model("mixtral", **SMALL, **experts)
+    with pytest.raises(ModelError, match="use --engine fsdp2, or set output_router_logits to false"):
+        Walk(build.skeleton(config, torch.float32, "sdpa"))
 
 
 def test_where_most_steps_are_clipped_updates_wait() -> None:

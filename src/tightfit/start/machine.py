@@ -9,7 +9,7 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any, TypeVar
 
-from tightfit.hardware.machine import Device, Occupancy, free_ram, occupancy
+from tightfit.hardware.machine import Device, Occupancy, occupancy
 from tightfit.hardware.named import is_this
 from tightfit.inputs.surroundings import cache_folder
 from tightfit.job import Job
@@ -17,7 +17,7 @@ from tightfit.messages import Message, Said, text
 from tightfit.priced import GIB, amounts
 from tightfit.runs.records import WorkerFile
 from tightfit.runs.reservations import Reservation, Reservations
-from tightfit.types import STREAM, ConfigError, Hardware, HardwareError
+from tightfit.types import ConfigError, Hardware, HardwareError
 
 T = TypeVar("T")
 WAIT_S = 5.0  # between two looks at what others hold
@@ -198,15 +198,6 @@ class TrainingMachine:
         for device in chosen:
             check_free(device, worker)
         return tuple(chosen)
-
-
-def check_free_ram(engine: str, needed_bytes: int) -> None:
-    """Layers that rest on the host are locked there: nothing of them can be swapped out, and what others hold has to be
-    in RAM beside them. So it is what the system could give now that must do."""
-    free = free_ram()
-    if engine == STREAM and free is not None and needed_bytes > free:
-        need, there = amounts(needed_bytes, free)
-        raise HardwareError(Message("cli.stream-needs-ram", need=need, there=there, size=int(free / GIB)))
 
 
 def _has_room(device: Device, worker: WorkerFile) -> bool:

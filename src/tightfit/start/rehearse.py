@@ -24,8 +24,9 @@ from tightfit.model.load import config_from_fields, find_config
 from tightfit.model.presets import DRAWN_STD
 from tightfit.planner.plan import Plan
 from tightfit.priced import GIB, amounts
+from tightfit.runs.free_ram import check_free_ram
 from tightfit.runs.records import WorkerFile
-from tightfit.start.machine import change_hardware, check_free_ram, describe_holder, reservations, taken_gpus
+from tightfit.start.machine import change_hardware, describe_holder, reservations, taken_gpus
 from tightfit.start.train import (
     HOW_FAR,
     answer_of,

@@ -49,6 +49,7 @@ from tightfit.runs.cause import config_of_plan
 from tightfit.runs.checkpoints import CHECKPOINTS, MANIFEST, newest_first, step_of, written_first
 from tightfit.runs.events import Tally
 from tightfit.runs.folder import AUTO, NONE, goes_on
+from tightfit.runs.free_ram import check_free_ram
 from tightfit.runs.launch import (
     Meeting,
     RankStart,
@@ -68,7 +69,6 @@ from tightfit.start.machine import (
     Nodes,
     TrainingMachine,
     check_free,
-    check_free_ram,
     reservations,
     taken_gpus,
     wait_while_busy,

@@ -36,6 +36,7 @@ from tightfit.train.scratch import Scratch
 from tightfit.train.shards import Columns, outline
 from tightfit.train.sources import open_weights
 from tightfit.train.stages import Stages, cut
+from tightfit.train.streaming import Packed, place_model
 from tightfit.train.tiles import tile_mlps
 from tightfit.types import DDP, Checkpointing, ConfigError
 
@@ -130,14 +131,16 @@ def assemble(
             gpu = place.rank // levers.stage_ranks(place.world)
             stages = Stages(config.stages, gpu, levers.pipeline_parallel)
             cut(model, stages)
+        packed: Packed | None = None
         if method == "qlora":
-            rests_on = torch.device("cpu") if levers.streams else place.device
+            if levers.streams:
+                packed = Packed(model, levers, place)
             build.quantise(
                 model,
                 lambda name, shape: read(name, shape, 0, prod(shape)).view(shape),
                 place.device,
                 working,
-                rests_on,
+                None if packed is None else packed.keep,
             )
         model = adapt(model)
         if not zero3:
@@ -192,23 +195,17 @@ def assemble(
                 engine = Pipeline(model, levers, place, config.training, mesh, stages, trained)
         elif levers.streams:
             from tightfit.train.engines.stream import StreamAdapters, StreamWeights
-            from tightfit.train.host_memory import NotLocked
             from tightfit.train.optimizers import name_decays
-            from tightfit.train.streaming import place_model
 
             decays = name_decays(model, config.training.weight_decay) if levers.lora is None else {}
-            try:
-                stream = place_model(model, levers, place, decays)
-                fill(model, read, working, place.rank, progress)
-                _move_buffers(model, place.device)
-                if levers.lora is None:
-                    disk = config.nvme_path if levers.offload_optimizer == "nvme" else None
-                    engine = StreamWeights(model, levers, place, config.training, stream, disk)
-                else:
-                    engine = StreamAdapters(model, levers, place, config.training, stream)
-            except NotLocked as error:  # which knows no more than what was asked for until then
-                needed = max(config.predicted.host_bytes_per_rank, error.needed_bytes)
-                raise NotLocked(error.locked_bytes, needed) from None
+            stream = place_model(model, levers, place, decays, packed)
+            fill(model, read, working, place.rank, progress)
+            _move_buffers(model, place.device)
+            if levers.lora is None:
+                disk = config.nvme_path if levers.offload_optimizer == "nvme" else None
+                engine = StreamWeights(model, levers, place, config.training, stream, disk)
+            else:
+                engine = StreamAdapters(model, levers, place, config.training, stream)
         else:
             materialise(model, place.device)
             fill(model, read, working, place.rank, progress)

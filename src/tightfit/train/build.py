@@ -318,11 +318,14 @@ def adapter_dtype(levers: Levers) -> torch.dtype:
 
 
 def quantise(
-    model: Any, read: ReadWhole, device: torch.device, compute: torch.dtype, rests_on: torch.device | None = None
+    model: Any,
+    read: ReadWhole,
+    device: torch.device,
+    compute: torch.dtype,
+    keep: Callable[[nn.Module, Tensor], Tensor] | None = None,
 ) -> None:
-    """Replace every linear layer but the head by an NF4 one, a matrix at a time. `device`: the one that packs them, and
-    keeps them unless they rest on another."""
-    rests_on = rests_on or device
+    """Replace every linear layer but the head by an NF4 one, a matrix at a time. `device`: the one that packs them.
+    `keep`: what is kept of a packed matrix instead, by the layer that it was."""
     try:
         layers: Any = import_module("bitsandbytes.nn")
     except ImportError:
@@ -345,11 +348,13 @@ def quantise(
             )
             whole = read(f"{name}.weight", tuple(child.weight.shape)).to(compute)
             packed.weight = layers.Params4bit(whole, requires_grad=False, quant_type="nf4").to(device)
-            packed.weight.data = packed.weight.data.to(rests_on)
+            if keep is not None:
+                packed.weight.data = keep(child, packed.weight.data)
             del whole  # before the next one is read
             packed.quant_state = packed.weight.quant_state  # FSDP2 replaces the parameter, which loses it
             if child.bias is not None:
-                bias = read(f"{name}.bias", tuple(child.bias.shape)).to(rests_on, compute)
+                bias = read(f"{name}.bias", tuple(child.bias.shape)).to(device, compute)
+                bias = bias if keep is None else keep(child, bias)
                 packed.bias = nn.Parameter(bias, requires_grad=False)
             packed.register_forward_hook(_let_go_of_weight)
             setattr(parent, leaf, packed)

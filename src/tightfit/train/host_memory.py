@@ -29,18 +29,23 @@ HUGE = 2 * 2**20  # bytes of a huge page
 class NotLocked(ConfigError):
     """The system lets no more memory be locked."""
 
-    def __init__(self, locked_bytes: int, needed_bytes: int) -> None:
+    def __init__(self, locked_bytes: int, needed_bytes: int, *, may_stay: bool = False) -> None:
+        """`may_stay`: less is needed with more layers on the GPU."""
         said = {"locked": locked_bytes / 2**30, "needed": needed_bytes / 2**30}
-        super().__init__(Message("train.cannot-lock-all", **said))
+        super().__init__(Message("train.cannot-lock-layers" if may_stay else "train.cannot-lock-all", **said))
         self.locked_bytes, self.needed_bytes = locked_bytes, needed_bytes
 
 
 class HostMemory:
     """What this rank, or all ranks of this machine together, take of it."""
 
+    locked = 0
+    """Bytes that the driver has locked for this process, of all that was taken."""
+
     def __init__(self, place: Place, *, shared: bool) -> None:
         self._locks, self._device, self._place = place.on_gpu, place.device, place
         self._file = share_file(place) if shared else None
+        self._pages: dict[int, mmap.mmap] = {}  # by their address
         self.taken = 0
 
     def take(self, size: int, *, lock: bool = True) -> Tensor:
@@ -55,15 +60,23 @@ class HostMemory:
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.taken += length
         made = torch.frombuffer(pages, dtype=torch.uint8).fill_(0)  # by all cores: the driver would touch page by page
-        if lock and self._locks and not register(made, self._device):
-            raise NotLocked(self.taken - length, self.taken)
+        self._pages[made.data_ptr()] = pages
+        if lock and self._locks:
+            if not register(made, self._device):
+                raise NotLocked(HostMemory.locked, HostMemory.locked + length)
+            HostMemory.locked += length
         return made[:size]
 
-    def give_back(self, memory: Tensor) -> None:
-        """What `take` gave for this rank alone; the system has it when the last tensor on it is gone."""
-        self.taken -= -(-max(memory.numel(), 1) // HUGE) * HUGE
-        if self._locks:
+    def give_back(self, memory: Tensor, *, locked: bool = True) -> None:
+        """What `take` gave, and nobody reads any more; the system has it when the last tensor on it is gone. Of shared
+        memory it has it as soon as every rank has given it back; its place in the file stays empty."""
+        pages = self._pages.pop(memory.data_ptr())
+        if locked and self._locks:
             unregister(memory, self._device)
+            HostMemory.locked -= len(pages)
+        if self._file is not None:
+            meet(self._place)
+            pages.madvise(mmap.MADV_REMOVE)
 
     def _touch_part(self, file: int, pages: int) -> None:
         """This rank's of so many huge pages; when all have theirs, none is touched by another first."""

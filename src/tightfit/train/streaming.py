@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tightfit.memory.units import SLOTS, stays
 from tightfit.train.build import body_of, layers_of, replace_meta
-from tightfit.train.host_memory import HostMemory
+from tightfit.train.host_memory import HUGE, HostMemory
 from tightfit.train.numa import bind_to_nodes
 from tightfit.train.optimizers import BLOCK
 from tightfit.train.place import Place
@@ -217,9 +217,39 @@ class Stream:
             unit.wait()
 
 
-def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, float]) -> Stream:
-    """Give a model its memory, on the host and on the device; values come later. `decays`: of everything that trains
-    and is no adapter, by its path."""
+class Packed:
+    """4-bit weights of layers that stream, between the time when they are packed and that when they have their homes.
+    All ranks make the same ones, and have one copy."""
+
+    def __init__(self, model: Any, levers: Levers, place: Place) -> None:
+        self._memory = HostMemory(place, shared=place.world > 1)
+        layers = layers_of(model)
+        self._streamed = {
+            id(module)
+            for number, layer in enumerate(layers)
+            if not stays(number, levers.resident, len(layers))
+            for module in layer.modules()
+        }
+
+    def keep(self, layer: nn.Module, made: Tensor) -> Tensor:
+        if id(layer) not in self._streamed:
+            return made
+        if made.nbytes < HUGE:  # it is gone sooner than a page is filled
+            return made.cpu()
+        held = self._memory.take(made.nbytes, lock=False).view(made.dtype).view(made.shape)
+        return held.copy_(made)
+
+    def move(self, kept: Tensor, home: Tensor) -> None:
+        home.copy_(kept)
+        if kept.nbytes >= HUGE:
+            self._memory.give_back(kept, locked=False)
+
+
+def place_model(
+    model: Any, levers: Levers, place: Place, decays: Mapping[str, float], packed: Packed | None = None
+) -> Stream:
+    """Give a model its memory, on the host and on the device; values come later, but those that are `packed`. `decays`:
+    of everything that trains and is no adapter, by its path."""
     cores = bind_to_nodes(place)
     memory = HostMemory(place, shared=place.world > 1)
     layers, streams = layers_of(model), Streams(place.device)
@@ -265,7 +295,8 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
         for part in parts:
             param = by_name[part.name]
             if param.device.type != "meta":  # 4-bit, and packed already
-                part.view(home).copy_(param.data)
+                assert packed is not None
+                packed.move(param.data, part.view(home))
                 param.data = part.view(unit.slot.memory)
                 setattr(param, HOME, part.view(home))
             homes[id(param)] = part.view(home), part.view(unit.slot.memory)
@@ -302,9 +333,6 @@ def place_model(model: Any, levers: Levers, place: Place, decays: Mapping[str, f
         return nn.Parameter(torch.empty_like(param, device=place.device), requires_grad=param.requires_grad)
 
     replace_meta(model, materialise)
-    for param in model.parameters():
-        if id(param) not in homes and not hasattr(param, HOME):  # 4-bit, of a layer that stays
-            param.data = param.data.to(place.device)
     return made
 
 

@@ -147,6 +147,8 @@ class Walk:
 
     def __init__(self, model: Any) -> None:
         body, layers = body_of(model), find_layers(model)
+        if getattr(body.config, "output_router_logits", False):
+            raise ModelError(Message("train.router-loss", model=type(body).__name__))
         path = next(path for path, module in model.named_modules() if module is layers)
         self._list = WalkedLayers(layers)
         replace(model, path, self._list)
@@ -164,7 +166,7 @@ class Walk:
             getattr(body, body.base_model_prefix)(**inputs)
         except Left as left:
             return left.args[0]
-        raise ModelError(Message("train.layers-not-passed", model=type(body).__name__))
+        raise ModelError(Message("train.layers-not-streamed", model=type(body).__name__))
 
     @contextmanager
     def _instead(self, now: list[Any]) -> Iterator[None]:

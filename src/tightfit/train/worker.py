@@ -18,6 +18,7 @@ from tightfit.messages import Listing, Message, Said, say_why
 from tightfit.runs import build_lock
 from tightfit.runs.checkpoints import Keeping, states_folder
 from tightfit.runs.folder import AUTO, NONE
+from tightfit.runs.free_ram import check_free_ram
 from tightfit.runs.lock import FolderLock, InUse
 from tightfit.train import nvme, resume
 from tightfit.train import place as places
@@ -32,6 +33,7 @@ from tightfit.train.data.tokens import load_tokenizer, pad_id
 from tightfit.train.deepspeed_checkpoint import open_deepspeed
 from tightfit.train.engines import Diverged
 from tightfit.train.events import FULL, Events, RankHeartbeat, lines_of, watchers
+from tightfit.train.host_memory import NotLocked
 from tightfit.train.loop import Ending, Loop, Windows
 from tightfit.train.nodes import NodeDisks, find_nodes
 from tightfit.train.parts import write_on_first
@@ -42,7 +44,7 @@ from tightfit.train.resume import FoundCheckpoint
 from tightfit.train.sources import open_weights
 from tightfit.train.sources_hub import find_weights
 from tightfit.train.stop import Stop
-from tightfit.types import ConfigError, TightfitError
+from tightfit.types import ConfigError, HardwareError, TightfitError
 
 EVERYBODY = "prepared"  # the key under which all ranks are told that data and weights are there
 MODEL = "model"  # the folder of the trained model, in the run's
@@ -74,7 +76,8 @@ def run(
             try:
                 config.folder.mkdir(parents=True, exist_ok=True)
                 leaving.callback(FolderLock.take(config.folder, place.job).release)
-            except (InUse, OSError) as error:
+                check_free_ram(config.levers.engine, config.predicted.host_bytes_per_rank * place.world)
+            except (InUse, OSError, HardwareError) as error:
                 if place.world > 1:
                     _call_off(places.rendezvous(place))
                 if isinstance(error, OSError) and error.errno not in FULL:
@@ -84,7 +87,11 @@ def run(
         lines = lines_of(place, config.predicted.peak_bytes, config.logging_steps)
         with closing(Events(config.folder, speaks=place.leads, lines=lines, heartbeat=heartbeat)) as events:
             worker = Worker(config=config, options=options, place=place, cache=cache, events=events, stop=stop)
-            ending = worker.run()
+            try:
+                ending = worker.run()
+            except NotLocked as error:  # which knows no more than what was asked for until then
+                needed = max(config.predicted.host_bytes_per_rank, error.needed_bytes)
+                raise NotLocked(error.locked_bytes, needed, may_stay=config.levers.method != "full") from None
             heartbeat.at("end")
         places.part(place)
         return ending
