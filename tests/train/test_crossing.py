@@ -1,6 +1,6 @@
 """Saved under one engine, stage and number of ranks, loaded under another: every bit of it, and the run goes on.
 
-Each of six engines saves from two ranks, and FSDP2 from four as well: in two groups that have a copy of the model
+Each of seven engines saves from two ranks, and FSDP2 from four as well: in two groups that have a copy of the model
 each, or that share their sequences, their layers or the experts of a model that has some, or in a pipeline whose stages
 may do the same. Each of them, with one, two and three ranks, loads all and saves them again at once: weights, fp32
 copies and moments must be the same bytes in the file. The loss of the next step may differ by the order in which an
@@ -36,7 +36,7 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "fsdp2 shares sequences in a pipeline": {"pipeline_parallel": 2, "sequence_parallel": 2},
 }
 WORLDS = {engine: (4,) if "shares" in engine and "pipeline" in engine else (2, 4) for engine in OF_FOUR}
-ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "stream", *OF_FOUR)
+ENGINES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "stream", *OF_FOUR)
 QUICKLY = (("zero3", 1, ("fsdp2", ROW)), ("fsdp2", 2, ("zero3",)), ("ddp", 2, ("zero3", "fsdp2")))
 QUICKLY += (("stream", 2, ("zero3", "stream")), ("fsdp2", 2, ("stream",)))
 QUICKLY += ((ROW, 4, ("zero3", ROW)), (LAYERS, 4, ("zero3", LAYERS)))
