@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"model_type": "llama", "tie_word_embeddings": True, **SMALL},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8, **SMALL},
     "bloom": {"model_type": "bloom", "vocab_size": 384, "hidden_size": 64, "n_layer": 5, "n_head": 4},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, **SMALL},
     "mamba": {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 320, "state_size": 8},
 }
 ATTENTION: dict[str, AttentionKernel] = {"bloom": "eager"}
@@ -366,8 +367,7 @@ def test_the_norm_of_a_long_vector_is_right() -> None:
 
 def test_a_loss_of_routers_is_refused() -> None:
     """Layers that stream hand on nothing but hidden states."""
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
-    config = AutoConfig.for_model("mixtral", **SMALL, **experts)
+    config = AutoConfig.for_model(**MODELS["mixtral"], output_router_logits=True)
     with pytest.raises(ModelError, match="use --engine fsdp2, or set output_router_logits to false"):
         Walk(build.skeleton(config, torch.float32, "sdpa"))
 
