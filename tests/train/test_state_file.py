@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -16,7 +18,7 @@ from tightfit.memory.units import count_kept, units_of
 from tightfit.model.load import load_model
 from tightfit.train.host_adam import Step
 from tightfit.train.host_states import HostStates, count_bytes
-from tightfit.train.nvme import NvmeError
+from tightfit.train.nvme import NvmeError, open_nameless
 from tightfit.train.state_file import ALIGNMENT, StateFile, align
 from tightfit.types import Levers, States
 
@@ -142,3 +144,27 @@ def test_a_folder_that_cannot_be_written_is_said(folder: Path) -> None:
     folder.write_text("a file")
     with pytest.raises(NvmeError, match="cannot write to nvme_path"):
         StateFile(folder, [ALIGNMENT], allocate)
+
+
+def test_the_page_cache_has_no_part_in_it(folder: Path) -> None:
+    """RAM is what is short: the system is to keep nothing of the file there."""
+    number = open_nameless(folder)
+    try:
+        assert fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT
+        assert list(folder.iterdir()) == []
+    finally:
+        os.close(number)
+
+
+def test_a_file_system_without_direct_io_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = os.open
+
+    def refuse(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return begin(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(NvmeError, match=f"{folder}"):
+        open_nameless(folder)
+    assert list(folder.iterdir()) == []
