@@ -255,6 +255,14 @@ def test_a_rehearsal_passes_and_leaves_nothing(tmp_path: Path, no_gpu: None) -> 
 
 
 @pytest.mark.thorough
+def test_layers_that_stream_are_rehearsed(tmp_path: Path, no_gpu: None) -> None:
+    done = rehearse(*SMALL, "--engine", "stream", "--resident", "1", "--steps", "2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["verdict"], told["engine"], told["steps"]) == ("passed", "stream", 2)
+
+
+@pytest.mark.thorough
 def test_json_with_data_and_a_kept_folder(tmp_path: Path, no_gpu: None) -> None:
     kept = tmp_path / "kept"
     done = rehearse(*SMALL, "--data", "shipped:text", "--json", "--keep", str(kept), "--steps", "1")
