@@ -158,11 +158,11 @@ def verdict(priced: Priced) -> Message:
 
 
 def name_largest_layer(shape: ModelShape, levers: Levers) -> Message:
-    """Which layer that streams is the largest, and what such layers take of the GPU."""
+    """Which layer that streams is the largest, counted from 1, and what such layers take of the GPU."""
     layers = units_of(shape, levers).layers
     largest = max(range(len(layers)), key=lambda number: layers[number].bytes)
     size = amounts(layers[largest].bytes)[0]
-    return Message("price.largest-layer", layer=largest, size=size, count=min(SLOTS, len(layers)))
+    return Message("price.largest-layer", layer=largest + 1, size=size, count=min(SLOTS, len(layers)))
 
 
 def strategy_line(priced: Priced) -> Message:

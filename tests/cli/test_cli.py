@@ -455,7 +455,14 @@ def test_what_does_not_fit_is_told_what_would() -> None:
     [
         ("--model tiny_llama --gpus 2x24GB", "No --engine was named"),
         ("--model tiny_llama --gpus 1xT4", "has no bf16 of its own"),
-        ("--model tiny_llama --engine zero3 --offload-optimizer nvme --gpus 2x24GB", "not measured"),
+        (
+            "--model tiny_llama --engine zero3 --offload-optimizer nvme --gpus 2x24GB",
+            "DeepSpeed's NVMe offload was run on CPU ranks",
+        ),
+        (
+            "--model tiny_llama --engine stream --offload-optimizer nvme --gpus 1x24GB",
+            "was timed once, with a 3B model",
+        ),
     ],
 )
 def test_choices_carry_their_because(line: str, says: str) -> None:

@@ -283,7 +283,14 @@ def test_what_was_never_run_says_so(shell: Shell) -> None:
     assert "DeepSpeed 0.14.2, which Hygon's stack ships" in text
     nvme = ("--model", "7b_mamba", "--gpus", "1x24GB", "--host-ram", "64GB", "--nvme", "2TB")
     pinned = ("--engine", "zero3", "--offload-optimizer", "nvme", "--offload-param", "nvme")
-    assert any("NVMe" in sentence for sentence in shell.json(*nvme, *pinned)["unproven"])
+    assert any("DeepSpeed's NVMe" in sentence for sentence in shell.json(*nvme, *pinned)["unproven"])
+
+
+def test_states_that_stream_from_an_nvme_were_timed_once(shell: Shell) -> None:
+    machine = ("--model", "tiny_llama", "--gpus", "1x24GB", "--host-ram", "64GB", "--nvme", "1GB")
+    answer = shell.json(*machine, "--engine", "stream", "--offload-optimizer", "nvme")
+    assert not answer["unproven"]
+    assert any("timed once" in sentence and "12.2 s" in sentence for sentence in answer["because"])
 
 
 def test_a_named_deepspeed_is_priced_and_the_installed_one_otherwise(

@@ -12,7 +12,8 @@ from tightfit.desk.plan import answered
 from tightfit.desk.request import read_request
 from tightfit.inputs.flags import flags_from_levers
 from tightfit.model.presets import PRESETS
-from tightfit.planner.plan import Plan
+from tightfit.planner.plan import Plan, Way
+from tightfit.priced import Priced
 
 THE_MACHINES = ("precision", "deepspeed_version")
 """Where nobody says it, the machine decides."""
@@ -39,6 +40,49 @@ def test_what_a_plan_chose_is_estimated_as_the_plan_says(gpus: str, models: tupl
         assert (priced.footprint.gpu, priced.footprint.host) == (chosen.footprint.gpu, chosen.footprint.host), model
         compared += 1
     assert compared >= len(models) // 3, "or this shows little"
+
+
+ON_NVME = {"engine": "stream", "offload_optimizer": "nvme"}
+
+
+def plan_and_estimate(machine: dict[str, Any], asked: dict[str, Any]) -> tuple[Way, Priced]:
+    """What a plan chose, and an estimate of its question. An estimate of what was chosen has the plan's bytes."""
+    answer, _ = answered(read_request(machine | asked | {"no_calibration": True}), advice=False)
+    assert isinstance(answer, Plan)
+    assert answer.chosen is not None
+    chosen = answer.chosen
+    said = {flag: value for flag, value in flags_from_levers(chosen.levers).items() if flag not in THE_MACHINES}
+    priced = tightfit.estimate(**machine, **said).priced
+    assert priced.levers == chosen.levers
+    assert (priced.footprint.gpu, priced.footprint.host) == (chosen.footprint.gpu, chosen.footprint.host)
+    return chosen, tightfit.estimate(**machine, **asked).priced
+
+
+@pytest.mark.parametrize("host_ram", ["60GB", "128GB"])
+def test_of_states_on_an_nvme_as_many_stay_in_ram_as_in_a_plan(host_ram: str) -> None:
+    machine = {"model": "llama-3.1-8b", "gpus": "1xRTX4090", "host_ram": host_ram, "nvme": "1TB"}
+    chosen, plain = plan_and_estimate(machine, ON_NVME)
+    assert plain.fits
+    assert plain.footprint.host == chosen.footprint.host
+    on_nvme = f"NVMe: {chosen.footprint.host.nvme_bytes_per_node / 2**30:.1f} of 1024.0 GiB per node."
+    assert on_nvme in str(tightfit.estimate(**machine, **ON_NVME))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"reduce_bucket": 1_000_000},  # which no layer that streams has
+        {"checkpointing": "full+offload", "accum": 16},  # what waits fits in the tenth that states leave
+        {"checkpointing": "full+offload", "accum": 64},  # and here takes more
+        {"frozen_layers": 8, "seq": 512},  # an estimate has frozen layers on the card, a plan in RAM
+    ],
+    ids=["buckets", "inputs wait", "many inputs wait", "frozen"],
+)
+def test_whatever_else_is_asked_of_states_on_an_nvme(asked: dict[str, Any]) -> None:
+    machine = {"model": "llama-3.1-8b", "gpus": "1xRTX4090", "host_ram": "96GB", "nvme": "1TB"}
+    chosen, plain = plan_and_estimate(machine, {**ON_NVME, **asked})
+    assert plain.levers.buckets == chosen.levers.buckets
+    assert plain.footprint.host.nvme_bytes_per_node == chosen.footprint.host.nvme_bytes_per_node
 
 
 def deepspeed_installed(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:

@@ -92,6 +92,33 @@ def test_costly_changes_stand_out(plan_of: MakePlan) -> None:
     assert "Nothing of this changes" not in text
 
 
+@pytest.mark.parametrize(
+    ("engine", "asked", "says"),
+    [
+        ("zero0", {"optimizer": "adamw8bit"}, "The optimizer's states have 8 bits instead of 32"),
+        ("stream", {"states": "8bit"}, "The optimizer's moments on the host are kept in 8bit instead of fp32"),
+        ("zero2", {"master_weights": False}, "Pure bf16: updates below its precision are lost"),
+        ("stream", {"master_weights": False}, "Pure bf16: no fp32 copies of the weights are kept, and each update"),
+        ("ddp", {"compress": "powersgd"}, "What GPUs send each other is compressed (powersgd)"),
+    ],
+)
+def test_what_was_asked_for_and_changes_the_result_is_named(
+    engine: Any, asked: dict[str, Any], says: str, plan_of: MakePlan
+) -> None:
+    plan = plan_of(replace(Levers(engine=engine), **asked), gpus="2x80GB", model="tiny_llama", **asked)
+    text = text_of(plan)
+    assert "Nothing of this changes" not in text
+    changed = section(text, "It changes the result of the training")
+    assert f"- **{says}" in changed
+    assert "all else that was chosen is only how" in changed
+    assert plan.chosen is not None
+    both = text_of(replace(plan, chosen=replace(plan.chosen, changes=("sequences are cut at 512 tokens",))))
+    changed = section(both, "It changes the result of the training")
+    assert changed.index("You allowed these") < changed.index("cut at 512") < changed.index("You asked for these:")
+    assert f"- **{says}" in changed
+    assert "all else that was chosen is only how" not in changed
+
+
 def test_what_was_never_run_is_said(plan_of: MakePlan) -> None:
     assert "What we never ran" not in text_of(plan_of())
     plan = replace(plan_of(gpus="2x4xRTX4090"), unproven=("several nodes were rendered, never run by us",))

@@ -10,7 +10,7 @@ import pytest
 from tightfit.cli import main
 from tightfit.inputs.flags import flags_from_levers, levers_from_flags
 from tightfit.inputs.layouts import check_layout, find_stream_obstacle
-from tightfit.job.file import levers_of, model_of, pinned, read_job
+from tightfit.job.file import job_from_flags, levers_of, model_of, pinned, read_job
 from tightfit.model.load import load_model
 from tightfit.types import ConfigError, Levers
 
@@ -86,7 +86,23 @@ def test_a_wrong_number_names_both_forms(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(ConfigError, match="a whole number of at least 0, or auto"):
         read_job(path)
     assert main(["estimate", "--model", "tiny_llama", "--engine", "stream", "--resident", "some"]) == 2
-    assert "--resident" in capsys.readouterr().err
+    assert "--resident takes a whole number or auto, not 'some'" in capsys.readouterr().err
+    assert main(["estimate", "--model", "tiny_llama", "--seq", "some"]) == 2
+    assert "--seq takes a whole number, not 'some'" in capsys.readouterr().err
+
+
+def test_adapters_are_not_asked_for_an_nvme_that_they_cannot_use(tmp_path: Path) -> None:
+    flags = {"model": "tiny_llama", **ADAPTERS, "offload_optimizer": "nvme"}
+    with pytest.raises(ConfigError, match="--engine stream cannot be combined with --offload-optimizer nvme"):
+        job_from_flags(flags)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: tiny_llama\nmethod: lora\nlevers: {engine: stream, offload_optimizer: nvme}\n", encoding="utf-8"
+    )
+    with pytest.raises(ConfigError, match=r"job.yaml.*cannot be combined with levers.offload_optimizer nvme"):
+        read_job(path)
+    with pytest.raises(ConfigError, match="no NVMe is there"):
+        job_from_flags({**flags, "method": "full"})
 
 
 @pytest.mark.parametrize("said", ["states: bf16", "levers: {resident: 1}"])

@@ -143,7 +143,7 @@ def test_as_many_layers_stay_as_fit() -> None:
 def test_a_gpu_without_room_for_two_layers_is_told_which() -> None:
     said = verdict(price(SHAPE, FULL, 1, read_hardware("1x4GB", host_ram="256GB")))
     assert said.id == "price.stream-too-large"
-    assert "number 0 with 0.4 GiB, and 2 of its size" in text(said.id, **said.fields)
+    assert "number 1 with 0.4 GiB, and 2 of its size" in text(said.id, **said.fields)
 
 
 def test_a_comparison_has_every_engine_and_updates_ahead_where_layers_stream() -> None:

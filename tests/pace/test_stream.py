@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from tightfit.hardware.reached import reached
 from tightfit.hardware.words import parse_hardware
 from tightfit.memory.units import units_of
 from tightfit.model.load import load_model
 from tightfit.pace import pace, step_seconds
 from tightfit.pace.rates import rates_of, slow_down
-from tightfit.pace.stream import StreamClock, Turn, follow
+from tightfit.pace.stream import StreamClock, Turn, follow, update_s
 from tightfit.types import STREAM, Buckets, Checkpointing, Levers, Lora
 
 SHAPE = load_model("qwen2.5-7b")
@@ -98,11 +100,11 @@ def test_what_there_was_no_time_for_follows_in_the_order_of_the_forward_pass() -
 
 @pytest.mark.parametrize("accumulation", [1, 8])
 def test_an_update_ahead_is_never_slower(accumulation: int) -> None:
-    for states in ("fp32", "8bit"):
+    for states, cause in {"fp32": "host optimizer", "8bit": "host link"}.items():
         waiting = replace(FULL, accumulation=accumulation, states=states)
         late, ahead = pace(SHAPE, waiting, CARD), pace(SHAPE, replace(waiting, update="ahead"), CARD)
         assert ahead.step_s < late.step_s
-        assert ahead.causes["host optimizer"] < late.causes["host optimizer"]
+        assert ahead.causes[cause] < late.causes[cause]
         assert ahead.causes["arithmetic"] == pytest.approx(late.causes["arithmetic"])
         at_once = replace(waiting, gradient_clipping=False)
         assert step_seconds(SHAPE, replace(at_once, update="ahead"), CARD) == step_seconds(SHAPE, at_once, CARD)
@@ -174,8 +176,63 @@ def test_time_falls_with_each_layer_that_stays_and_rises_with_each_that_recomput
 
 
 def test_narrower_states_are_updated_faster() -> None:
-    times = [step_seconds(SHAPE, replace(FULL, accumulation=1, states=states), CARD) for states in ("8bit", "bf16")]
-    assert times[0] < times[1] < step_seconds(SHAPE, replace(FULL, accumulation=1), CARD)
+    """By the host's cores, which look 8-bit ones up on a CPU alone."""
+    short = replace(FULL, accumulation=1)
+    assert step_seconds(SHAPE, replace(short, states="bf16"), CARD) < step_seconds(SHAPE, short, CARD)
+    rates, here = rates_of(CARD, "bf16"), replace(CARD, gpu=replace(CARD.gpu, vendor="cpu"))
+    bytes_moved = {"fp32": 30, "bf16": 22, "8bit": 18}
+    for states, moved in bytes_moved.items():
+        found = update_s(10**9, replace(short, states=states), here, rates)
+        assert found == pytest.approx(moved * 10**9 / rates.host_optimizer)
+
+
+SCALES = 2 * 4 / 256  # bytes of an element's part of both moments' scales
+
+
+@pytest.mark.parametrize(
+    ("changed", "up", "down"),
+    [
+        ({}, 4 + 4 + 2, 4 + 2 + 2),  # gradient, fp32 copy, moments; fp32 copy, moments, weight
+        ({"master_weights": False}, 4 + 2 + 2, 2 + 2),  # gradient, moments, weight; moments, weight
+        ({"precision": "fp32"}, 4 + 2 + 4, 2 + 4),
+    ],
+    ids=["copies", "pure", "fp32"],
+)
+def test_8bit_states_pass_the_link_to_be_updated(changed: dict[str, Any], up: int, down: int) -> None:
+    """Behind each unit its weights go up, on the same way; as long as the backward pass runs, gradients go down."""
+    levers = replace(FULL, accumulation=1, sequence=128, states="8bit", **changed)
+    rates, width = rates_of(CARD, levers.precision), 4 if "precision" in changed else 2
+    trained, link = SHAPE.parameters, rates.host_link
+    slow = rates._replace(host_memory=1e15)
+    assert update_s(trained, levers, CARD, slow) == pytest.approx(trained * (max(up, down) + SCALES) / link)
+    short = rates._replace(host_memory=link / 10)  # all of it goes through the host's memory
+    assert update_s(trained, levers, CARD, short) == pytest.approx(trained * (up + down + 2 * SCALES) / link * 10)
+
+    clock = StreamClock(SHAPE, levers, CARD, slow)
+    turns = clock.turns(levers.checkpointing, 0)
+    updated = trained * (max(up + width, down) + SCALES) / link
+    assert sum(turn.updated for turn in turns) == pytest.approx(updated)
+    assert updated < clock.seconds(levers.checkpointing, 0)
+    (layer,) = {turn.updated_ahead for turn in turns if turn.streams}
+    held = units_of(SHAPE, levers).layers[0].trained
+    assert layer == pytest.approx(held * (max(up + width, down + 4) + SCALES) / link)
+    at_once = replace(levers, gradient_clipping=False)
+    assert layer in {turn.updated for turn in StreamClock(SHAPE, at_once, CARD, slow).turns(levers.checkpointing, 0)}
+
+    found = pace(SHAPE, levers, parse_hardware("1xH200", host_ram="256GB"))  # whose host's memory is fast
+    assert next(iter(found.causes)) == "host link"
+    assert "host optimizer" not in found.causes
+    assert next(iter(found.rates)) == "host_link"
+
+
+def test_gpus_that_update_8bit_states_share_the_hosts_memory() -> None:
+    """Each passes a quarter through its own link, and all of them together through one memory."""
+    levers, rates = replace(FULL, states="8bit"), rates_of(CARD, "bf16")
+    four = parse_hardware("4xRTX4090", host_ram="256GB")
+    assert update_s(4 * 10**9, levers, four, rates) == pytest.approx(update_s(10**9, levers, CARD, rates))
+    whole = rates_of(four, "bf16").host_memory * 4
+    memory = reached(four).host_memory.value * reached(four).host_memory_share.value
+    assert whole == pytest.approx(memory)
 
 
 @pytest.mark.parametrize("group", ["host_link", "host_optimizer", "products"])

@@ -8,7 +8,7 @@ import pytest
 from small_questions import ask, fits, machine, preset
 
 from tightfit.job import Adapters, Allowance, Job, Limits, Machine
-from tightfit.messages import Message
+from tightfit.messages import LANGUAGES, Message
 from tightfit.model.presets import PRESETS
 from tightfit.planner import costly, plan
 from tightfit.planner.plan import Plan
@@ -59,6 +59,21 @@ def test_changes_are_ranked_by_what_they_do_to_the_result() -> None:
     assert all(f"{remedy.cost}; {remedy.effect} (" in said for remedy in answer.remedies)
     assert "updates below its precision are lost" in said
     assert ORDER[-2:] == ("pure-16bit", "smaller-model")
+
+
+def test_updates_that_stream_are_rounded_and_not_lost() -> None:
+    allowed: tuple[Allowance, ...] = ("pure-16bit",)
+    streamed = planned("qwen1.5-1.8b", machine("1xRTX4090", "28GB"), *allowed, levers={"engine": "stream"})
+    assert streamed.chosen is not None
+    (change,) = streamed.chosen.changes
+    (remedy,) = costly.mildest_changes(
+        ask("qwen1.5-1.8b", machine("1xRTX4090", "28GB"), levers={"engine": "stream"}), allowed
+    )
+    assert remedy.cost == change
+    for language in LANGUAGES:
+        said = " ".join(each.text(language) for each in (remedy.cost, remedy.effect) if isinstance(each, Message))
+        assert {"en": "at random", "zh": "随机"}[language] in said
+        assert not any(word in said for word in ("are lost", "都小到会丢失"))
 
 
 def test_each_remedy_fits_when_it_is_allowed(refused: Plan) -> None:

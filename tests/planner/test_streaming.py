@@ -161,13 +161,48 @@ def test_layers_are_updated_ahead_where_ram_has_room_for_a_second_set_of_states(
     assert way_of(free).levers.update == "waits"  # there is nothing to wait for
 
 
+@pytest.mark.parametrize(
+    ("asked", "is_exact"),
+    [
+        ({}, True),
+        ({"precision": "fp32", "master_weights": False}, True),
+        ({"states": "bf16"}, False),
+        ({"states": "8bit"}, False),
+        ({"master_weights": False}, False),
+    ],
+)
+@pytest.mark.parametrize("how", [{"update": "waits"}, {"update": "ahead"}, {"clip": 0.0}], ids=str)
+def test_only_exact_updates_are_called_so(how: dict[str, Any], asked: dict[str, Any], is_exact: bool) -> None:
+    levers = {"engine": STREAM} | {name: value for name, value in how.items() if name == "update"}
+    rest = {name: value for name, value in how.items() if name == "clip"}
+    way = way_of(planned("qwen1.5-0.5b", machine("1xRTX4090", "64GB"), levers=levers, **rest, **asked))
+    (said,) = (each for each in way.because if id_of(each).startswith("plan.updated-"))
+    assert ("AdamW" in said.text("en"), "AdamW" in said.text("zh")) == (is_exact, is_exact)
+    assert not said.text("en").endswith(" ")
+
+
+@pytest.mark.parametrize(
+    ("ram", "says"),
+    [
+        ("256GB", "as you asked, though RAM has room for them:"),
+        (None, "rest on the NVMe, as you asked:"),
+        ("96GB", "since RAM has no room for them:"),
+    ],
+)
+def test_states_that_were_sent_to_the_nvme_are_there_as_asked(ram: str | None, says: str) -> None:
+    levers = {"engine": STREAM, "offload_optimizer": "nvme"}
+    way = way_of(planned("qwen2.5-7b", machine("1xRTX4090", ram, "1TB"), effective_batch=32, levers=levers))
+    (said,) = (each for each in way.because if id_of(each).startswith("plan.states-in-file"))
+    assert says in said.text("en")
+
+
 def test_where_nothing_fits_the_largest_layer_is_named() -> None:
     answer = planned("qwen2.5-7b", machine("1x4GB", "256GB"), levers={"engine": STREAM})
     assert answer.chosen is None
     assert {way.levers.update for way in answer.alternatives} == {"waits"}  # ahead would take as much, and RAM beside
     said = [each.text("en") for each in answer.because]
     assert any("GiB more than the card has" in each for each in said)
-    assert "The largest layer is number 0 with 0.4 GiB, and 2 of its size are on the GPU at once." in said
+    assert "The largest layer is number 1 with 0.4 GiB, and 2 of its size are on the GPU at once." in said
 
 
 def test_what_fits_on_the_card_does_not_stream() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes.functional as native
@@ -15,7 +17,9 @@ from tightfit.train.engines import MASTER
 from tightfit.train.host_adam import Step, find_host_adam
 from tightfit.train.host_states import FIRST, SECOND, CardRoom, HostStates, Workbench
 from tightfit.train.optimizers import BETAS, BLOCK, EPS, Which, clip, quantise, read_8bit, write_8bit
-from tightfit.types import States
+from tightfit.train.place import Place
+from tightfit.train.updates import updates_on_card
+from tightfit.types import Levers, States
 
 SHAPES = {(64, 64): 0.1, (512,): 0.0, (40, 80): 0.1, (32,): 0.0}  # with their weight decay
 SIZES = [torch.Size(shape).numel() for shape in SHAPES]
@@ -426,3 +430,27 @@ def test_the_kernel_rounds_at_random_as_often_as_it_should() -> None:
     assert moved.float().mean().item() == pytest.approx(0.1, abs=0.01)
     assert torch.equal(run(0, 1), run(0, 1, (0, 1024), (1024, count)))
     assert not torch.equal(run(0, 1), run(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("page", "few", "words"),
+    [
+        (
+            "states.md",
+            r"fewer than (\d+) on Hopper and later cards, fewer than (\d+) on others",
+            "fp32 and bf16 moments",
+        ),
+        ("zh/states.md", r"Hopper 及更新的卡少于 (\d+) 个、其他卡少于 (\d+) 个", "fp32 和 bf16 动量"),
+    ],
+)
+def test_the_page_says_where_updates_run(page: str, few: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    assert words in said
+    numbers = re.search(few, said)
+    assert numbers is not None
+    there = Place(rank=0, local_rank=0, world=1, device=torch.device("cuda"), launcher="python")
+    for capability, enough in zip(((9, 0), (8, 9)), map(int, numbers.groups()), strict=True):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        for states in FORMATS:
+            passes = [updates_on_card(Levers(states=states), there, cores) for cores in (enough - 1, enough)]
+            assert passes == [True, states == "8bit"]

@@ -232,7 +232,8 @@ def whole_number(flag: str, *, or_auto: bool = False) -> Callable[[str], int | s
             return int(word.replace("_", ""))
         if re.fullmatch(r"\d+(\.\d+)?[eE]\+?1?\d", word) and float(word).is_integer():
             return int(float(word))
-        raise ConfigError(Message("cli.takes-whole-number", flag=spelt(flag), word=repr(word)))
+        auto = "auto" if or_auto else None
+        raise ConfigError(Message("cli.takes-whole-number", flag=spelt(flag), auto=auto, word=repr(word)))
 
     return read
 

@@ -177,6 +177,10 @@ def _resolve(
     if hardware is not None and (obstacle := find_stream_obstacle(levers, part_of(hardware, world).nodes)) is not None:
         raise ConfigError(obstacle)
     is_counted = flags.get("resident", "auto") != "auto" or "levers.resident" in explicit
+    if hardware is not None and levers.streams and levers.offload_optimizer == "nvme":
+        from tightfit.planner import settle_states
+
+        levers = settle_states(shape, levers, part_of(hardware, world))
     if levers.streams and not is_counted:
         levers = keep_most(shape, levers, world, hardware)
     # What was chosen without being asked for, and what the cards or our knowledge lack for it.
@@ -188,7 +192,7 @@ def _resolve(
     if hardware is not None and levers.precision == "bf16" and _lacks_bf16(hardware):
         chosen.append(Message("desk.no-bf16", card=hardware.gpu.name))
     if "nvme" in (levers.offload_optimizer, levers.offload_param):
-        chosen.append(Message("desk.nvme-not-measured"))
+        chosen.append(Message("desk.nvme-measured-once" if levers.streams else "desk.nvme-not-measured"))
     said += (*chosen, *find_idle({name: spelt(name) for name in flags}, shape))
     return shape, levers, world, hardware, said
 

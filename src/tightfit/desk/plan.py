@@ -312,5 +312,7 @@ def _note_unproven(answer: Plan) -> Plan:
     levers = answer.chosen.levers if answer.chosen is not None else None
     if levers is None or "nvme" not in (levers.offload_optimizer, levers.offload_param):
         return answer
+    if levers.streams:
+        return replace(answer, because=(*answer.because, Message("desk.nvme-measured-once")))
     said = Message("plan.unproven-nvme")
     return replace(answer, unproven=(*answer.unproven, said), because=(*answer.because, said))

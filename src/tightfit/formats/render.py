@@ -20,6 +20,7 @@ from tightfit.formats.worker.write import require_way, time_limit_s, untrained
 from tightfit.inputs.flags import checkpointing_word
 from tightfit.memory.overhead import name_component
 from tightfit.messages import Listing, Message, Said, end_sentence, id_of, text
+from tightfit.planner.costly import list_asked
 from tightfit.planner.plan import Plan, Way
 from tightfit.planner.reasons import is_cut_off, time_words
 from tightfit.planner.tiers import TIERS
@@ -42,11 +43,11 @@ def render(plan: Plan, target: Target) -> dict[str, str]:
 
 def plan_md(plan: Plan, target: Target, files: Collection[str]) -> str:
     """The reasons of a plan."""
-    changes, job = require_way(plan).changes, plan.job
+    changes, asked, job = require_way(plan).changes, list_asked(plan), plan.job
     said = Message("planfile.changes-allowed")
     if job.tier is not None:
         said = Message("planfile.changes-by-both" if job.limits.allow else "planfile.changes-by-tier", tier=job.tier)
-    points = "\n".join(f"- **{_sentence(change)}**" for change in changes)
+    beside = "planfile.changes-asked" if changes else "planfile.changes-asked-alone"
     unset, not_set = text("planfile.unset"), text("planfile.not-set")
     variables = [text("planfile.variables-head"), "|---|---|---|"]
     for variable in environment(plan, target):
@@ -58,7 +59,9 @@ def plan_md(plan: Plan, target: Target, files: Collection[str]) -> str:
     paragraphs = (
         *_title(plan, target),
         # costly changes stand alone and first: they change what comes out
-        *((text("planfile.changes-title"), str(said), points) if changes else (text("planfile.changes-nothing"),)),
+        text("planfile.changes-title" if changes or asked else "planfile.changes-nothing"),
+        *((str(said), _stressed(changes)) if changes else ()),
+        *((text(beside), _stressed(asked)) if asked else ()),
         *_bullets(text("planfile.why"), why),
         *_alternatives(plan),
         *_start(plan, target, files),
@@ -189,6 +192,10 @@ def _assumptions(plan: Plan) -> Iterable[Said]:
 def _bullets(title: str, sentences: Iterable[Said]) -> tuple[str, ...]:
     points = "\n".join(f"- {_sentence(sentence)}" for sentence in sentences)
     return (f"## {title}", points) if points else ()
+
+
+def _stressed(sentences: Iterable[Said]) -> str:
+    return "\n".join(f"- **{_sentence(sentence)}**" for sentence in sentences)
 
 
 def _cell(said: Said) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from tightfit.hardware.named import is_this, read_hardware
 from tightfit.hardware.words import connect, parse_link, parse_network, parse_size
 from tightfit.inputs.flags import LEVERS, MOST_BATCH, is_auto, levers_from_flags, spelt
+from tightfit.inputs.layouts import find_stream_obstacle
 from tightfit.inputs.spelling import LARGEST, as_number, nearest, seconds_in, shown
 from tightfit.job import Adapters, Job
 from tightfit.job.fields import (
@@ -455,6 +456,10 @@ def _check_counts(job: Job, source: Source) -> Iterator[UserError]:
 def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
     for name in ("offload_optimizer", "offload_param"):
         if job.levers.get(name) == "nvme" and job.hardware.nvme is None:
+            if (obstacle := _find_unread(job, name)) is not None:  # of any size
+                if source.file:
+                    obstacle = _InFields("job.in-this-file", file=source.file, problem=obstacle)
+                yield ConfigError(obstacle, at=source.name(f"levers.{name}"))
             path, fix = f"levers.{name}", Message("job.add-nvme" if source.file else "job.add-nvme-flag")
             yield ConfigError(Message("job.no-nvme", place=source.place(path), fix=fix), at=source.name(path))
     micro, accum = job.levers.get("micro_batch", 1), job.levers.get("accum", 1)
@@ -464,6 +469,13 @@ def _check_levers(job: Job, source: Source) -> Iterator[UserError]:
         place, fix = source.place("effective_batch"), Message("job.write-multiple", factor=micro * accum)
         said = Message("job.not-divided", place=place, batch=job.effective_batch, product=product, fix=fix)
         yield ConfigError(said, at=source.name("effective_batch"))
+
+
+def _find_unread(job: Job, name: str) -> Message | None:
+    """Why layers that stream would have nothing on an NVMe; None: they would, or another engine trains."""
+    if job.levers.get("engine") != STREAM:
+        return None
+    return find_stream_obstacle(Levers().change(engine=STREAM, method=job.method, **{name: "nvme"}))
 
 
 def _adapters_idle(job: Job) -> bool:

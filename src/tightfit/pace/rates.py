@@ -262,6 +262,7 @@ class Rates(NamedTuple):
     launch: float  # host seconds over those of the measured host
     host_link: float  # between the card and host memory
     host_optimizer: float  # host memory that Adam reads and writes
+    host_memory: float  # the same of copies, which want no cores
     link: float  # of a collective inside a node
     link_latency_s: float
     network: float  # of a collective between nodes
@@ -277,7 +278,7 @@ GROUPS = {
     "unpacking": ("unpacking",),
     "launch": ("launch",),
     "host_link": ("host_link",),
-    "host_optimizer": ("host_optimizer",),
+    "host_optimizer": ("host_optimizer", "host_memory"),
     "link": ("link", "link_latency_s"),
     "network": ("network", "network_latency_s"),
     "nvme": ("nvme_read", "nvme_write"),
@@ -365,6 +366,8 @@ def know_rates(hardware: Hardware, precision: Precision, *, rehearsal: bool = Fa
             "assumed",
         )
         * HOST_ADAM_BYTES
+        / ranks,
+        host_memory=found.take("host_memory", "host_optimizer", usual.host_memory.value * usual.host_memory_share.value)
         / ranks,
         link=found.take(
             "link", "link", usual.link.value, usual.link.spread, "given" if hardware.link_given else stated

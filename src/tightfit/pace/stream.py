@@ -17,8 +17,11 @@ pass. There nothing is under way, so that a step takes as long as the next:
 - What layers keep may wait on the host: it leaves behind the forward pass and comes back before the other, micro batch
   by micro batch: of layers that recompute whole the inputs of a few, of others what one of them keeps.
 
+8-bit states pass through a GPU to be updated there, piece by piece, so that the link carries them up and down again,
+beside whatever else it has to carry: of its two directions and the host's memory the slowest sets the pace.
+
 All micro batches pass through a layer while it is there, so bytes on the link do not grow with their number. Copies in
-both directions are taken not to slow each other, nor the optimizer.
+both directions are taken not to slow each other, nor an optimizer that the host's cores run.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from tightfit.memory.activations import setting_of
-from tightfit.memory.stream import list_turns
+from tightfit.memory.stream import BLOCK, list_turns
 from tightfit.memory.units import (
     AHEAD,
     GRADS,
@@ -42,6 +45,7 @@ from tightfit.memory.units import (
     updates_ahead,
     waits_for_norm,
 )
+from tightfit.memory.weights import WIDTH
 from tightfit.pace import engines
 from tightfit.pace import rates as constants
 from tightfit.pace.engines import FP32, WIDENING_BYTES
@@ -229,7 +233,10 @@ class StreamClock:
                 for turn, moved in zip(found, moves, strict=True)
             ]
         before, after = self._ends
-        return self._bring_states([before, *found, after])
+        found = [before, *found, after]
+        if updates_on_card(self.levers, self.hardware):
+            found = [self._share_link(turn, unit) for turn, unit in zip(found, self.all_units, strict=True)]
+        return self._bring_states(found)
 
     def _turns_at(self, select: tuple[str, ...], state: _State) -> list[tuple[Turn, Turn]]:
         """Of each layer in this state, where it stays on the GPU, and where it streams."""
@@ -256,12 +263,29 @@ class StreamClock:
         before = self._turn(self.units.before, nothing, back, streams=False)
         return before, self._turn(self.units.after, ends.forward, ends.back, streams=False)
 
+    @property
+    def all_units(self) -> tuple[Unit, ...]:
+        return self.units.before, *self.units.layers, self.units.after
+
+    def _share_link(self, turn: Turn, unit: Unit) -> Turn:
+        """Its states pass through the GPU beside what else the link carries then. Before the next forward pass that is
+        new weights, and what layers keep; as long as the backward pass runs, what that brings and sends."""
+        if not turn.trains:
+            return turn
+        up, down = passing_s(unit.trained, self.levers, self.hardware, self.rates)
+        brought = turn.sent + (turn.up if turn.streams else 0.0)
+        left = turn.down + (turn.summed if self.traffic.shares_host else 0.0)
+        late, early = max(up + turn.up, down + turn.sent), max(up + brought, down + left)
+        return turn._replace(
+            updated=max(turn.updated, late if waits_for_norm(self.levers) else early),
+            updated_ahead=max(turn.updated_ahead, early),
+        )
+
     def _bring_states(self, turns: list[Turn]) -> list[Turn]:
         """States may come from a drive, which is one for all ranks, and go back: beside the update of others."""
         trained = [index for index, turn in enumerate(turns) if turn.trains]
-        units = (self.units.before, *self.units.layers, self.units.after)
         for index in trained[count_kept(self.levers, len(trained)) :]:
-            stored = units[index].trained * _state_bytes(self.levers)
+            stored = self.all_units[index].trained * _state_bytes(self.levers)
             moved = stored / self.rates.nvme_read + stored / self.rates.nvme_write
             turns[index] = turns[index]._replace(updated=max(turns[index].updated, moved))
         return turns
@@ -329,22 +353,51 @@ class StreamClock:
         return _Kind(forward, back, lighter, add(back, *once))
 
 
+def updates_on_card(levers: Levers, hardware: Hardware) -> bool:
+    """Whether what streams is updated on the GPU: processors take too long to look 8-bit moments up."""
+    return levers.states == "8bit" and hardware.gpu.vendor != "cpu"
+
+
 def update_s(trained: int, levers: Levers, hardware: Hardware, rates: Rates, *, ahead: bool = False) -> float:
-    """Of so many elements, shared out over the ranks of the host. `ahead`: into a second set of states."""
-    return -(-trained // hardware.world) * _update_bytes(levers, ahead=ahead) / rates.host_optimizer
+    """Of so many elements, shared out over the ranks of the host, with nothing else on the link. `ahead`: into a second
+    set of states."""
+    own = -(-trained // hardware.world)
+    if not updates_on_card(levers, hardware):
+        return own * _update_bytes(levers, ahead=ahead) / rates.host_optimizer
+    kept = 2 * WIDTH[levers.precision] if ahead and not _has_masters(levers) else 0
+    return max(
+        *passing_s(trained, levers, hardware, rates), own * (sum(_passing_bytes(levers)) + kept) / rates.host_memory
+    )
+
+
+def passing_s(trained: int, levers: Levers, hardware: Hardware, rates: Rates) -> tuple[float, float]:
+    """What an update on the GPU takes of the link, up and down."""
+    own, (up, down) = -(-trained // hardware.world), _passing_bytes(levers)
+    return own * up / rates.host_link, own * down / rates.host_link
+
+
+def _passing_bytes(levers: Levers) -> tuple[float, float]:
+    """Of one parameter, up and down: `UnitPiece.take_from` and `give_to` of train/host_states.py. Its gradient in fp32
+    goes up; its moments, with a scale for each block, and its fp32 copy go both ways, and the weight comes down. Where
+    there is no copy, the weight goes both ways."""
+    states, weight = _state_bytes(levers) + 2 * FP32 / BLOCK, WIDTH[levers.precision]
+    return FP32 + states + (0 if _has_masters(levers) else weight), states + weight
 
 
 def _state_bytes(levers: Levers) -> int:
     """Of one parameter: both moments, and an fp32 copy."""
-    masters = levers.master_weights and levers.precision != "fp32"
-    return {"fp32": 8, "bf16": 4, "8bit": 2}[levers.states] + (FP32 if masters else 0)
+    return {"fp32": 8, "bf16": 4, "8bit": 2}[levers.states] + (FP32 if _has_masters(levers) else 0)
+
+
+def _has_masters(levers: Levers) -> bool:
+    return levers.master_weights and levers.precision != "fp32"
 
 
 def _update_bytes(levers: Levers, *, ahead: bool) -> int:
     """Of host memory that the update of one parameter reads and writes: its gradient in fp32, its moments, its fp32
     copy, and its weight in the working precision. Before one that goes ahead, weights of which there is no copy are
     kept as they were."""
-    has_masters, width = levers.master_weights and levers.precision != "fp32", 4 if levers.precision == "fp32" else 2
+    has_masters, width = _has_masters(levers), WIDTH[levers.precision]
     weights = width if has_masters else 2 * width
     in_place = FP32 + 2 * _state_bytes(levers) + weights
     return in_place + weights if ahead and not has_masters else in_place
@@ -354,7 +407,7 @@ def list_causes(
     shape: ModelShape, levers: Levers, hardware: Hardware, rates: Rates, *, rehearsal: bool
 ) -> list[tuple[Cause, float]]:
     """What a step takes; a wait is put down to what would end it: states from a drive and back, which count with the
-    link, then the optimizer, then the other GPUs, then the link."""
+    link, then the optimizer, which does too where states pass through the GPU, then the other GPUs, then the link."""
     clock = StreamClock(shape, levers, hardware, rates, rehearsal=rehearsal)
     count, depth = levers.accumulation, levers.checkpointing
     passes = passes_of(shape, levers, hardware.gpu, rates, recomputing=0)
@@ -367,7 +420,7 @@ def list_causes(
     free = [turn._replace(updated=0.0, updated_ahead=0.0) for turn in turns]
     updated_s = clock.follow(free)
     summed_s = clock.follow([turn._replace(summed=0.0) for turn in free])
-    added = sum([clock.summing_s(unit) for unit in (clock.units.before, *clock.units.layers, clock.units.after)])
+    added = sum([clock.summing_s(unit) for unit in clock.all_units])
     gpu = count * (passes.forward_gpu + passes.back_gpu) + recomputed + added
     return [
         ("arithmetic", count * (passes.products + passes.products_back)),
@@ -375,7 +428,7 @@ def list_causes(
         ("dequantisation", count * (passes.unpacking + passes.unpacking_back)),
         ("recomputation", recomputed),
         ("launch overhead", alone_s - gpu),
-        ("host optimizer", in_memory_s - updated_s),
+        ("host link" if updates_on_card(levers, hardware) else "host optimizer", in_memory_s - updated_s),
         ("communication", updated_s - summed_s + clock.reduced),
         ("host link", step_s - in_memory_s + summed_s - alone_s + clock.slowed_s(turns)),
         ("optimizer", clock.step.gpu),

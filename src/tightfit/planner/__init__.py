@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from time import perf_counter
 
-from tightfit.inputs.flags import LEVERS, meant
+from tightfit.inputs.flags import AUTO, LEVERS, meant
 from tightfit.inputs.layouts import check_layout, find_stream_obstacle
 from tightfit.job import Job, Limits
 from tightfit.job.file import adapter_dtype_of, dump_job, hardware_of, levers_of, model_of, pinned
+from tightfit.memory import Scale
 from tightfit.memory.pipeline import find_depth_obstacle
 from tightfit.messages import Listing, Message, Said
 from tightfit.planner import costly, reasons
 from tightfit.planner.calibration import Calibration
-from tightfit.planner.candidates import check_states
+from tightfit.planner.candidates import check_states, rests_on_nvme, rooms_for_states
 from tightfit.planner.certainty import choose
 from tightfit.planner.plan import Bounds, Plan, Remedy, Way
 from tightfit.planner.question import Question
@@ -232,7 +233,7 @@ def settle_selection(shape: ModelShape, levers: Levers, hardware: Hardware) -> L
     question = Question(
         shape=shape,
         base=levers,
-        pinned=frozenset({*(lever.name for lever in LEVERS.values()), "buckets"}),
+        pinned=frozenset({*(lever.name for lever in LEVERS.values()), "buckets", "optimizer_buffer_count"}),
         hardware=hardware,
         effective_batch=levers.micro_batch * levers.accumulation * levers.data_ranks(hardware.world),
         margin=Limits().margin,
@@ -243,6 +244,18 @@ def settle_selection(shape: ModelShape, levers: Levers, hardware: Hardware) -> L
     if way is None:
         raise ConfigError(Message("plan.nothing-to-select", model=shape.name))
     return way.levers
+
+
+def settle_states(shape: ModelShape, levers: Levers, hardware: Hardware) -> Levers:
+    """The levers with as many units' states in RAM as a plan keeps there, where the others rest on an NVMe: few, where
+    what layers keep would have no room to wait there as well."""
+    if not rests_on_nvme(levers):
+        return levers
+    ways = [replace(levers, buckets=room) for room in rooms_for_states(shape, levers, hardware)]
+    depth, ram = levers.checkpointing, hardware.host_ram_bytes
+    if ram is None or not depth.offload or depth.select == AUTO:
+        return ways[0]
+    return next((way for way in ways if Scale(shape, way, hardware).host_bytes(depth) <= ram), ways[-1])
 
 
 # --- named tiers --------------------------------------------------------------------------------

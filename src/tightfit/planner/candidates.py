@@ -245,8 +245,8 @@ def corners(
     share = effective_batch // base.data_ranks(hardware.world)
     attentions, scans = attention_choices(shape, base, pinned, hardware), _scans(shape, base, pinned, hardware, trainer)
     buckets = bucket_choices(base, pinned, hardware)
-    if base.streams and base.offload_optimizer == "nvme" and "buckets" not in pinned:
-        buckets = _room_for_states(shape, base, hardware)
+    if rests_on_nvme(base) and "optimizer_buffer_count" not in pinned:
+        buckets = rooms_for_states(shape, base, hardware)
     choices = [KernelChoice(*each) for each in product(attentions, scans, buckets)]
     losses: tuple[Loss, ...] = ("plain", "fused")
     if "loss" in pinned:
@@ -388,7 +388,12 @@ def bucket_choices(base: Levers, pinned: Pinned, hardware: Hardware) -> list[Buc
     return [replace(usual, **size) for size in sizes]
 
 
-def _room_for_states(shape: ModelShape, base: Levers, hardware: Hardware) -> list[Buckets]:
+def rests_on_nvme(levers: Levers) -> bool:
+    """Whether layers stream whose states rest on an NVMe, but for those that RAM has room for."""
+    return levers.streams and levers.offload_optimizer == "nvme"
+
+
+def rooms_for_states(shape: ModelShape, base: Levers, hardware: Hardware) -> list[Buckets]:
     """For as many units' states as RAM has room for, the others being on an NVMe; and for as few as will do."""
     ram, units = hardware.host_ram_bytes, units_of(shape, base)
     trained = [unit for unit in (units.before, *units.layers, units.after) if unit.trained]

@@ -15,13 +15,14 @@ from typing import get_args
 
 from tightfit.inputs.layouts import find_compression_obstacle
 from tightfit.job import Allowance
+from tightfit.memory.optimizers import EIGHT_BIT
 from tightfit.messages import Message
 from tightfit.model.load import load_model
 from tightfit.model.presets import PRESETS
-from tightfit.planner.plan import Remedy, Way
+from tightfit.planner.plan import Plan, Remedy, Way
 from tightfit.planner.question import Question
 from tightfit.planner.search import fits_at_all, search, something_fits
-from tightfit.types import COMPRESSING, Compress, Hardware, ModelShape, States
+from tightfit.types import COMPRESSING, Compress, Hardware, Levers, ModelShape, States
 
 ORDER: tuple[Allowance, ...] = get_args(Allowance)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -97,8 +98,7 @@ def _together(question: Question, group: tuple[Allowance, ...]) -> tuple[Remedy,
     remedy = _smallest(now, last)
     if remedy is None:
         return ()
-    before = [Remedy(allowance=name, cost=cost, effect=EFFECTS[name], way=remedy.way) for name, cost in made]
-    return (*before, remedy)
+    return (*[_say_with(name, cost, remedy.way) for name, cost in made], remedy)
 
 
 def _smallest(question: Question, name: Allowance) -> Remedy | None:
@@ -107,8 +107,41 @@ def _smallest(question: Question, name: Allowance) -> Remedy | None:
         if something_fits(changed):
             best = search(changed, nearest=False).best
             if best is not None:
-                return Remedy(allowance=name, cost=cost, effect=EFFECTS[name], way=best)
+                return _say_with(name, cost, best)
     return None
+
+
+def _say_with(name: Allowance, cost: Message, way: Way) -> Remedy:
+    """What a change does, which may depend on the way that it opens."""
+    effect = EFFECTS[name]
+    if name == "pure-16bit" and _rounds_at_random(way.levers):
+        cost, effect = _say_pure(way.levers), Message("plan.effect-pure-streamed")
+    return Remedy(allowance=name, cost=cost, effect=effect, way=way)
+
+
+def _rounds_at_random(levers: Levers) -> bool:
+    """Whether updates of 16-bit weights do so: those that the host makes, not those of adapters on the GPU."""
+    return levers.streams and levers.method == "full"
+
+
+def _say_pure(levers: Levers) -> Message:
+    said = "plan.cost-pure-streamed" if _rounds_at_random(levers) else "plan.cost-pure"
+    return Message(said, precision=levers.precision)
+
+
+def list_asked(plan: Plan) -> tuple[Message, ...]:
+    """What the job itself asks for that approximates a training: optimizer states, weights and messages of fewer bits.
+    What is trained and on what is no approximation."""
+    job, way = plan.job, plan.chosen
+    if way is None:
+        return ()
+    asked = {
+        Message("plan.cost-8bit"): job.optimizer in EIGHT_BIT,
+        Message("plan.cost-states", states=job.states): job.states != "fp32",
+        Message("plan.cost-compress-asked", how=job.compress): job.compress != "none",
+        _say_pure(way.levers): not job.master_weights and job.precision != "fp32",
+    }
+    return tuple(said for said, is_asked in asked.items() if is_asked)
 
 
 def compress(question: Question, chosen: Way) -> Remedy | None:

@@ -212,17 +212,32 @@ def _of_streaming(question: Question, way: Way) -> Iterator[Message]:
     if 0 < levers.resident < len(layers) and "resident" not in question.pinned:
         yield Message("plan.as-many-stay", count=levers.resident)
     if any(unit.trained for unit in layers):
+        has_copies = levers.master_weights or levers.precision == "fp32"
+        exact = Message("plan.steps-of-adamw") if has_copies and levers.states == "fp32" else None
         if updates_ahead(levers):
             plain = weigh(question, replace(levers, update="waits"))
             second = way.footprint.host.peak_bytes_per_node - plain.host.peak_bytes_per_node
-            yield Message("plan.updated-ahead", size=amounts(second)[0])
+            yield Message("plan.updated-ahead", size=amounts(second)[0], exact=exact)
         else:
-            yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once")
+            yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once", exact=exact)
     if levers.offload_optimizer == "nvme":
-        yield Message("plan.states-in-file", size=amounts(way.footprint.host.nvme_bytes_per_node)[0])
+        yield _of_file(question, way)
     if levers.checkpointing.offload and not levers.checkpointing.select:
         waiting = way.footprint.host.phases["forward"].components.get("activations", 0)
         yield Message("plan.inputs-wait", size=amounts(waiting)[0])
+
+
+def _of_file(question: Question, way: Way) -> Message:
+    """Why states rest on an NVMe: because RAM has no room for them, or because somebody asked for it."""
+    size, ram = amounts(way.footprint.host.nvme_bytes_per_node)[0], way.hardware.host_ram_bytes
+    if "offload_optimizer" not in question.pinned:
+        return Message("plan.states-in-file", size=size)
+    if ram is None:
+        return Message("plan.states-in-file-as-asked", size=size, though=None)
+    in_ram = weigh(replace(question, hardware=way.hardware), replace(way.levers, offload_optimizer="none"))
+    if in_ram.host.peak_bytes_per_node > ram:
+        return Message("plan.states-in-file", size=size)
+    return Message("plan.states-in-file-as-asked", size=size, though=Message("plan.though-ram-has-room"))
 
 
 def _of_recomputation(question: Question, way: Way) -> Iterator[Message]:

@@ -171,6 +171,10 @@ def draw_estimate(console: Console, priced: Priced, advice: Sequence[str], fitti
     alone = host.peak_bytes_per_node == host.peak_bytes_per_rank
     each = "" if alone else Message("screen.each-process", size=rank)
     say(console, Message("screen.host-ram", node=node, have=have, each=each))
+    if host.nvme_bytes_per_node:
+        disk = priced.hardware.nvme_bytes if priced.hardware else None
+        have = "" if disk is None else Message("screen.of-ram", size=amounts(disk)[0])
+        say(console, Message("screen.nvme", node=amounts(host.nvme_bytes_per_node)[0], have=have))
     draw_list(console, text("screen.would-fit-as"), fitting)
     draw_list(console, text("screen.largest-parts"), advice)
     draw_list(console, text("screen.because"), priced.because)
