@@ -178,6 +178,7 @@ def test_only_exact_updates_are_called_so(how: dict[str, Any], asked: dict[str, 
     way = way_of(planned("qwen1.5-0.5b", machine("1xRTX4090", "64GB"), levers=levers, **rest, **asked))
     (said,) = (each for each in way.because if id_of(each).startswith("plan.updated-"))
     assert ("AdamW" in said.text("en"), "AdamW" in said.text("zh")) == (is_exact, is_exact)
+    assert ("pass through the GPU" in said.text("en")) == (asked.get("states") == "8bit")
     assert not said.text("en").endswith(" ")
 
 

@@ -20,6 +20,7 @@ from tightfit.memory.units import stays, units_of, updates_ahead, waits_for_norm
 from tightfit.messages import Listing, Message, Said, id_of
 from tightfit.pace import step_seconds
 from tightfit.pace.rates import GROUPS
+from tightfit.pace.stream import updates_on_card
 from tightfit.planner.calibration import COMPONENT
 from tightfit.planner.candidates import is_searched
 from tightfit.planner.certainty import find_merit, spared_bytes, tell_apart
@@ -213,13 +214,15 @@ def _of_streaming(question: Question, way: Way) -> Iterator[Message]:
         yield Message("plan.as-many-stay", count=levers.resident)
     if any(unit.trained for unit in layers):
         has_copies = levers.master_weights or levers.precision == "fp32"
-        exact = Message("plan.steps-of-adamw") if has_copies and levers.states == "fp32" else None
+        more = Message("plan.steps-of-adamw") if has_copies and levers.states == "fp32" else None
+        if updates_on_card(levers, way.hardware):
+            more = Message("plan.states-pass-gpu")
         if updates_ahead(levers):
             plain = weigh(question, replace(levers, update="waits"))
             second = way.footprint.host.peak_bytes_per_node - plain.host.peak_bytes_per_node
-            yield Message("plan.updated-ahead", size=amounts(second)[0], exact=exact)
+            yield Message("plan.updated-ahead", size=amounts(second)[0], more=more)
         else:
-            yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once", exact=exact)
+            yield Message("plan.updated-on-host" if waits_for_norm(levers) else "plan.updated-at-once", more=more)
     if levers.offload_optimizer == "nvme":
         yield _of_file(question, way)
     if levers.checkpointing.offload and not levers.checkpointing.select:
