@@ -52,6 +52,7 @@ def go_on(plan: Path, out: Path, *folders: Path) -> None:
         name = folder.parents[2].name  # NAME/run/checkpoints/step-…
         state: dict[str, Any] = read_state(folder)
         found = Checkpoint(folder=folder, step=state["step"], state=state)
+        made.engine.counters()  # once the step before is wholly made, on the host too
         load(found, made.engine, open_weights(folder, made.twin), CheckpointFiles(folder), place, filled=False)
         saver = Saver(
             out / name,

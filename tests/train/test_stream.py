@@ -3,7 +3,10 @@ same weights, batches and steps. Nothing differs but the order of sums."""
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -358,6 +361,30 @@ def watch_updates(engine: StreamWeights) -> tuple[list[Step], list[Step]]:
 
         held.accept, held.update = accept, update
     return counted, again
+
+
+def test_who_waits_for_a_share_of_a_rank_that_has_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank of a machine makes its share of an update; nothing else says that the others' never comes."""
+    ended = subprocess.Popen(["sleep", "60"])
+    place = replace(HERE, world=2)
+
+    def meet(_: Place) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(updates, "everyone", lambda _, own: [own, ended.pid])
+    monkeypatch.setattr(updates, "meet", meet)
+    monkeypatch.setattr(updates, "ALIVE_S", 0.01)
+    others = updates.Others(place)
+    try:
+        time.sleep(0.02)
+        others.check()  # both live
+    finally:
+        ended.kill()
+    own = updates._Update([])
+    own.submit(ThreadPoolExecutor(1), lambda: None)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        list(updates._OfAll(own, torch.tensor([1, 0]), 1, others).ends())
+    ended.wait()
 
 
 def test_the_norm_of_a_long_vector_is_right() -> None:

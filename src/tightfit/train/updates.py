@@ -19,6 +19,7 @@ the new weights where all of them read. A counter for each rank and unit, which 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -37,12 +38,13 @@ from torch import Tensor, nn
 
 from tightfit.memory.units import PIECE, count_kept, updates_ahead, waits_for_norm
 from tightfit.messages import Message
+from tightfit.runs.processes import is_alive, mark_of
 from tightfit.train.engines import send_to_host
 from tightfit.train.host_adam import Step, find_host_adam
 from tightfit.train.host_memory import HostMemory
 from tightfit.train.host_states import CardRoom, HostStates, count_bytes, cut
 from tightfit.train.optimizers import BLOCK, CLIP_EPS
-from tightfit.train.place import Place, scatter_sum_into
+from tightfit.train.place import Place, everyone, meet, scatter_sum_into
 from tightfit.train.state_file import StateFile
 from tightfit.train.streaming import Part, Stream, Unit, copy
 from tightfit.types import Levers
@@ -50,6 +52,7 @@ from tightfit.types import Levers
 SWITCH_S = 2e-4
 """The thread that updates has much to launch, and so has the one that feeds the GPU: each gets Python's lock sooner."""
 LOOK_S = 2e-4  # between two looks at how far others are
+ALIVE_S = 1.0  # between two looks at whether they live
 FEW_CORES = 3
 RECENT = 8  # steps: where more than half of them were clipped, the next is not made ahead
 
@@ -127,6 +130,7 @@ class Updates:
         self._says = self._may_go_ahead  # that it waits, once
         self._said: list[Message] = []
         self._counts = None
+        self._others = Others(place)
         if not place.is_alone:
             self._counts = stream.memory.take(8 * self._ranks * len(self.units), lock=False).view(torch.int64)
         self._launched = 0
@@ -295,7 +299,9 @@ class Updates:
                 self._counts[self._rank * len(self.units) + number] = turn
 
         future = made.submit(self._thread, update)
-        unit.update = made if self._counts is None else _OfAll(made, self._counts[number :: len(self.units)], turn)
+        unit.update = made
+        if self._counts is not None:
+            unit.update = _OfAll(made, self._counts[number :: len(self.units)], turn, self._others)
         return future
 
     def settle(self) -> None:
@@ -347,11 +353,28 @@ class _Update:
         self._future.result()  # raises what went wrong
 
 
+class Others:
+    """The other ranks, which are processes of this machine. Who waits for their shares is not told when one ends."""
+
+    def __init__(self, place: Place) -> None:
+        pids = everyone(place, os.getpid())
+        self._place, self._next = place, time.monotonic() + ALIVE_S
+        self._marks = {pid: mark_of(pid) for pid in pids if pid != os.getpid()}
+
+    def check(self) -> None:
+        """From time to time; an error where one has ended."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + ALIVE_S
+        if not all(is_alive(pid, mark) for pid, mark in self._marks.items()):
+            meet(self._place)  # which says whose connection is gone
+
+
 class _OfAll:
     """An update of which every rank makes its share."""
 
-    def __init__(self, own: _Update, counts: Tensor, turn: int) -> None:
-        self._own, self._counts, self._turn = own, counts, turn
+    def __init__(self, own: _Update, counts: Tensor, turn: int, others: Others) -> None:
+        self._own, self._counts, self._turn, self._others = own, counts, turn, others
 
     def done(self) -> bool:
         return self._own.done() and int(self._counts.min()) >= self._turn
@@ -361,6 +384,7 @@ class _OfAll:
             pass
         while not self.done():
             time.sleep(LOOK_S)
+            self._others.check()
         return iter(())
 
 
