@@ -7,26 +7,25 @@ evenly. All of them on the node that has all cards would leave half of the machi
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from tightfit.hardware.machine import read_text
+from tightfit.inputs.surroundings import processors
 
 ROOT = Path("/")
 
 
 def find_nodes(root: Path = ROOT) -> dict[int, frozenset[int]]:
     """The processors of each node that this process may use; nodes of which it may use none are left out."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    nodes = {}
+    allowed, nodes = processors(), {}
     for place in root.glob("sys/devices/system/node/node[0-9]*"):
         ranges = re.findall(r"([0-9]+)(?:-([0-9]+))?", read_text(place / "cpulist"))
-        processors = {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}
-        if processors & allowed:
-            nodes[int(place.name.removeprefix("node"))] = frozenset(processors & allowed)
+        own = {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)} & allowed
+        if own:
+            nodes[int(place.name.removeprefix("node"))] = frozenset(own)
     return dict(sorted(nodes.items()))
 
 

@@ -94,12 +94,17 @@ def set_variable(name: str, value: str) -> None:
         os.environ[name] = value
 
 
-def cores() -> int:
-    """The CPU cores that this process may use."""
+def processors() -> set[int]:
+    """The CPU cores that this process may use, by their numbers."""
     try:
-        return len(os.sched_getaffinity(0))
+        return os.sched_getaffinity(0)
     except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
+        return set(range(os.cpu_count() or 1))
+
+
+def cores() -> int:
+    """How many these are."""
+    return len(processors())
 
 
 def is_installed(package: str) -> bool:

@@ -37,6 +37,7 @@ from tightfit.memory.units import (
     Unit,
     Units,
     count_kept,
+    has_masters,
     stays,
     units_of,
     updates_ahead,
@@ -195,7 +196,7 @@ def _count_passing_bytes(job: MemoryJob) -> int:
     """Pieces of 8-bit moments, with weights and gradients: the GPU updates them as they pass."""
     if job.levers.states != "8bit" or job.on_cpu:
         return 0
-    masters = FP32 if _has_masters(job.levers) else 0
+    masters = FP32 if has_masters(job.levers) else 0
     return PASSING * (FP32 + job.weights.width + masters + 2 + WIDENED_BYTES)
 
 
@@ -332,7 +333,7 @@ def on_host(job: MemoryJob) -> Components:
     ranks, trained = job.world, [unit.trained for unit in _all(units) if unit.trained]
     own = [share(numel, ranks) for numel in trained]
     kept, files = own[: count_kept(levers, len(own))], file_sizes(job)
-    sets, masters = 1 + updates_ahead(levers), _has_masters(levers)
+    sets, masters = 1 + updates_ahead(levers), has_masters(levers)
     # Without fp32 copies the weights themselves are kept as they were before a step that goes ahead.
     before = 0 if masters or sets == 1 else sum([pages(job.weights.width * numel) for numel in own])
     return {
@@ -349,16 +350,12 @@ def file_sizes(job: MemoryJob) -> list[int]:
     levers, units = job.levers, units_of(job.shape, job.levers)
     own = [share(unit.trained, job.world) for unit in _all(units) if unit.trained]
     own = own[count_kept(levers, len(own)) :]
-    masters = FP32 if _has_masters(levers) else 0
+    masters = FP32 if has_masters(levers) else 0
     sizes = [
         _align(masters * numel, BESIDE) + _moments_bytes(levers.states, numel, partial(_align, to=BESIDE))
         for numel in own
     ]
     return [_align(size, DIRECT) for size in sizes]
-
-
-def _has_masters(levers: Levers) -> bool:
-    return levers.master_weights and levers.precision != "fp32"
 
 
 def home_bytes(units: Units, levers: Levers) -> int:

@@ -87,6 +87,11 @@ def updates_ahead(levers: Levers) -> bool:
     return levers.update == "ahead" and levers.method == "full" and waits_for_norm(levers)
 
 
+def has_masters(levers: Levers) -> bool:
+    """Whether units that train have fp32 copies."""
+    return levers.master_weights and levers.precision != "fp32"
+
+
 @lru_cache(maxsize=1024)
 def layer_bytes(layers: tuple[Unit, ...], resident: int) -> int:
     """Weights of layers on the GPU: those that stay, and slots for the others."""

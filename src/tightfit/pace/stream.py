@@ -40,6 +40,7 @@ from tightfit.memory.units import (
     SLOTS,
     Unit,
     count_kept,
+    has_masters,
     stays,
     units_of,
     updates_ahead,
@@ -364,7 +365,7 @@ def update_s(trained: int, levers: Levers, hardware: Hardware, rates: Rates, *, 
     own = -(-trained // hardware.world)
     if not updates_on_card(levers, hardware):
         return own * _update_bytes(levers, ahead=ahead) / rates.host_optimizer
-    kept = 2 * WIDTH[levers.precision] if ahead and not _has_masters(levers) else 0
+    kept = 2 * WIDTH[levers.precision] if ahead and not has_masters(levers) else 0
     return max(
         *passing_s(trained, levers, hardware, rates), own * (sum(_passing_bytes(levers)) + kept) / rates.host_memory
     )
@@ -381,26 +382,22 @@ def _passing_bytes(levers: Levers) -> tuple[float, float]:
     goes up; its moments, with a scale for each block, and its fp32 copy go both ways, and the weight comes down. Where
     there is no copy, the weight goes both ways."""
     states, weight = _state_bytes(levers) + 2 * FP32 / BLOCK, WIDTH[levers.precision]
-    return FP32 + states + (0 if _has_masters(levers) else weight), states + weight
+    return FP32 + states + (0 if has_masters(levers) else weight), states + weight
 
 
 def _state_bytes(levers: Levers) -> int:
     """Of one parameter: both moments, and an fp32 copy."""
-    return {"fp32": 8, "bf16": 4, "8bit": 2}[levers.states] + (FP32 if _has_masters(levers) else 0)
-
-
-def _has_masters(levers: Levers) -> bool:
-    return levers.master_weights and levers.precision != "fp32"
+    return {"fp32": 8, "bf16": 4, "8bit": 2}[levers.states] + (FP32 if has_masters(levers) else 0)
 
 
 def _update_bytes(levers: Levers, *, ahead: bool) -> int:
     """Of host memory that the update of one parameter reads and writes: its gradient in fp32, its moments, its fp32
     copy, and its weight in the working precision. Before one that goes ahead, weights of which there is no copy are
     kept as they were."""
-    has_masters, width = _has_masters(levers), WIDTH[levers.precision]
-    weights = width if has_masters else 2 * width
+    has_copies, width = has_masters(levers), WIDTH[levers.precision]
+    weights = width if has_copies else 2 * width
     in_place = FP32 + 2 * _state_bytes(levers) + weights
-    return in_place + weights if ahead and not has_masters else in_place
+    return in_place + weights if ahead and not has_copies else in_place
 
 
 def list_causes(

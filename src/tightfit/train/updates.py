@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.memory.units import PIECE, count_kept, updates_ahead, waits_for_norm
+from tightfit.memory.units import PIECE, count_kept, has_masters, updates_ahead, waits_for_norm
 from tightfit.messages import Message
 from tightfit.runs.processes import is_alive, mark_of
 from tightfit.train.engines import send_to_host
@@ -67,7 +67,7 @@ class Updates:
         self._ranks, self._rank = place.world, place.rank
         self.units = [unit for unit in stream.units if unit.trained]
         self.where = {part.name: (unit, part) for unit in self.units for part in unit.parts if part.decay is not None}
-        self.has_masters = levers.master_weights and levers.precision != "fp32"
+        self.has_masters = has_masters(levers)
         self.steps = 0  # that were taken
         self.expected = Step(0.0, 0, 1.0)  # how the window that follows will end, but for the step's number
         own = HostMemory(place, shared=False)  # of what other ranks do not look at
